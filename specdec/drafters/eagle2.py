@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache
 
-from specdec.drafters.checkpoint import check_tensors, read_config, read_weights
+from specdec.drafters.checkpoint import check_tensors, read_json, read_weights
 from specdec.errors import SpecdecError
 from specdec.params import validate
 
@@ -128,15 +128,11 @@ class EagleHead(nn.Module):
             SpecdecError: files are missing, a tensor is missing, unexpected or of another shape, or
                 the checkpoint is an EAGLE-3 head.
         """
-        config = validate(EagleConfig, read_config(checkpoint), f"{checkpoint}/config.json")
-        state = {
-            name: tensor
-            for name, tensor in read_weights(checkpoint).items()
-            if not name.endswith("rotary_emb.inv_freq")  # config.json determines it
-        }
+        config = validate(EagleConfig, read_json(checkpoint), f"{checkpoint}/config.json")
+        state = read_weights(checkpoint)
         _refuse_eagle3(state, config, checkpoint)
         head = cls(config, own_embedding="embed_tokens.weight" in state)
-        check_tensors(state, head.official_state_dict(), checkpoint, "EAGLE head")
+        check_tensors(state, head.official_state_dict(), checkpoint, "an EAGLE head")
         head.load_state_dict(_fuse(state))
         return head.to(device=device, dtype=dtype).eval()
 
