@@ -1,4 +1,4 @@
-"""Reading the checkpoint of a drafter's head: a folder or a hub id with one config and one weights file."""
+"""Reading a drafter's checkpoint: a folder or a hub id with a config and one file of weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_weights(checkpoint: str | Path) -> dict[str, Tensor]:
     path = safe or _find(checkpoint, "pytorch_model.bin")
     if path is None:
         raise SpecdecError(
-            f"drafter checkpoint '{checkpoint}' has neither model.safetensors nor pytorch_model.bin."
+            f"drafter checkpoint '{checkpoint}' has no model.safetensors and no pytorch_model.bin."
         )
     try:
         state = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
@@ -90,7 +90,7 @@ def _find(checkpoint: str | Path, name: str) -> Path | None:
         found = cached_file(str(checkpoint), name, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
         raise SpecdecError(
-            f"drafter checkpoint '{checkpoint}': neither a folder nor a repository that can be read "
-            f"on the hub ({str(error).splitlines()[0]})."
+            f"drafter checkpoint '{checkpoint}': neither a folder nor a readable repository on the "
+            f"hub ({str(error).splitlines()[0]})."
         ) from error
     return None if found is None else Path(found)
