@@ -444,7 +444,7 @@ def check_fits(
         )
     if shares and config.hidden_size != sizes["hidden_size"]:
         faults.append(
-            f"no {' and no '.join(shares)} of its own, and hidden size {config.hidden_size}, so that "
+            f"no {' and no '.join(shares)} of its own, and hidden size {config.hidden_size}; "
             f"it cannot take the target's (hidden size {sizes['hidden_size']})"
         )
     if faults:
