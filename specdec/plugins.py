@@ -97,7 +97,7 @@ def resolve_model(name: str, where: str = "") -> str:
     A registered model is made or fetched first when it is not here yet.
 
     Raises:
-        SpecdecError: the path of a folder that is not there; a registered model that is not available.
+        SpecdecError: the path of a folder that is not there; a registered model that cannot be had.
     """
     entry = registry().entries["model"].get(name)
     return str(entry.call(where)) if entry else locate_model(name, where)

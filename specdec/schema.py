@@ -77,7 +77,7 @@ def _choice(kind: str, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(model: type[BaseModel], name: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of one declaration; what it defines goes to `definitions`, prefixed with `name`."""
+    """The schema of one declaration; what it defines goes to `definitions`."""
     made = model.model_json_schema(
         ref_template=f"#/$defs/{name}-{{model}}", schema_generator=_TolerantSchema
     )
