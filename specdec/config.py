@@ -161,7 +161,9 @@ class Config:
 
         target = target or self.load_target()
         with self.places.named():
-            return SpeculativeDecoder(target, self.drafter, self.policy)
+            return SpeculativeDecoder(
+                target, self.drafter, self.policy, settings=self.generation, seed=self.seed
+            )
 
 
 class ConfigError(SpecdecError):

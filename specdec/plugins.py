@@ -46,49 +46,31 @@ def registry() -> Registry:
 
 
 def build(kind: str, choice: Any, where: str = "") -> Any:
-    """Make a drafter or a policy from what a person wrote.
+    """A drafter or a policy from what a person wrote.
 
     Args:
         kind: `"drafter"` or `"policy"`.
         choice: a name, `{"name": ..., **parameters}`, or an instance, which is returned as it is.
-            A drafter's `expand: NAME` wraps it in the drafter NAME (`expand: cape`); `"none"` is no
-            drafter at all, and gives None.
-        where: prefix of error messages, `"config.yaml: drafter"` for instance.
+            A drafter's `expand: NAME` wraps it in the drafter NAME (`expand: cape`). None and the
+            drafter `"none"` give None, plain decoding.
+        where: the path of the choice in a configuration, for errors; by default the kind.
 
     Raises:
         SpecdecError: an unknown name, or parameters that the drafter or policy does not accept.
     """
     where = where or kind
-    if isinstance(choice, Configurable) or choice is None:
+    if choice is None or isinstance(choice, Configurable):
         return choice
-    name, parameters = split_choice(kind, choice, where)
-    if kind == "drafter" and name == NO_DRAFTER:
+    name, parameters = _split(choice, where)
+    if kind == "policy":
+        return _make(kind, name, parameters, where)
+    if name == NO_DRAFTER and not parameters:
         return None
-    if "expand" in parameters and kind == "drafter":
-        expand = parameters.pop("expand")
-        base = build(kind, {"name": name, **parameters}, where)
-        name, parameters = split_choice(kind, expand, f"{where}.expand")
-        where, parameters = f"{where}.expand", {"base": base, **parameters}
-    named_at = where if isinstance(choice, str) else f"{where}.name"
-    cls = registry().find(kind, name, named_at).load()
-    validate(cls.Params, parameters, where)
-    return cls(**parameters)
-
-
-def split_choice(kind: str, choice: Any, where: str) -> tuple[str, dict[str, Any]]:
-    """`"svip"` or `{"name": "svip", "threshold": 0.2}` as a name and its parameters."""
-    if isinstance(choice, str):
-        return choice, {}
-    if not isinstance(choice, Mapping):
-        raise SpecdecError(
-            f"{where}: expected the name of a {kind}, or a mapping with `name` (found {choice!r})."
-        )
-    parameters = dict(choice)
-    name = parameters.pop("name", None)
-    if not isinstance(name, str):
-        names = ", ".join(sorted(registry().entries[kind]))
-        raise SpecdecError(f"{where}.name: missing; name a {kind}. Registered: {names}.")
-    return name, parameters
+    if "expand" not in parameters:
+        return _make(kind, name, parameters, where)
+    wrapper, options = _split(parameters.pop("expand"), f"{where}.expand")
+    base = _make(kind, name, parameters, where)
+    return _make(kind, wrapper, {"base": base, **options}, f"{where}.expand")
 
 
 def resolve_model(name: str, where: str = "") -> str:
@@ -329,6 +311,27 @@ class Registry:
             new.append(Registration(kind, name, value, origin))
 
         return register
+
+
+def _split(choice: Any, where: str) -> tuple[str, dict[str, Any]]:
+    """`"svip"` or `{"name": "svip", "threshold": 0.2}` as a name and its parameters."""
+    if isinstance(choice, str):
+        return choice, {}
+    if not isinstance(choice, Mapping):
+        raise SpecdecError(
+            f"{where}: expected a name, or a mapping with `name` (found {choice!r})."
+        )
+    parameters = dict(choice)
+    name = parameters.pop("name", None)
+    if not isinstance(name, str):
+        raise SpecdecError(f"{where}.name: expected a name (found {name!r}).")
+    return name, parameters
+
+
+def _make(kind: str, name: str, parameters: dict[str, Any], where: str) -> Any:
+    cls = registry().find(kind, name, f"{where}.name").load()
+    validate(cls.Params, parameters, where)
+    return cls(**parameters)
 
 
 def _check_class(kind: str, name: str, value: Any) -> None:
