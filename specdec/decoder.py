@@ -1,0 +1,489 @@
+"""The front door of the library: a target, a drafter and a policy that write text together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from specdec.drafters.base import Drafter
+from specdec.errors import SpecdecError
+from specdec.generation import (
+    GenerationSettings,
+    StopRules,
+    eos_ids,
+    make_criteria,
+    make_processors,
+)
+from specdec.loop import Generation, Request
+from specdec.metrics import RoundRecord, Statistics
+from specdec.params import validate
+from specdec.plugins import build, registry
+from specdec.policies.base import LengthPolicy
+from specdec.policies.fixed import FixedPolicy
+from specdec.prompts import read_prompts, unpad
+from specdec.target import Target
+from specdec.text import TextPieces
+
+
+@dataclass
+class GenerationOutput:
+    """What a generation wrote.
+
+    Attributes:
+        token_ids: the new tokens of each row, without the prompt.
+        prompts: the prompt's token ids of each row.
+        texts: the new tokens as text, special tokens left out; None without a tokenizer.
+        finish_reasons: of each row `eos`, `stop` (a stop string or criterion) or `length`.
+        statistics: of all rows together; `row_statistics` has the counts of each.
+        rounds: the records of all rounds, in order.
+        scores, logits: of each row and new token the target's processed scores and raw logits `[V]`,
+            when `output_scores` was asked for.
+    """
+
+    token_ids: list[list[int]]
+    prompts: list[list[int]]
+    texts: list[str] | None
+    finish_reasons: list[str]
+    statistics: Statistics
+    row_statistics: list[Statistics]
+    rounds: list[RoundRecord]
+    scores: list[list[Tensor]] | None = None
+    logits: list[list[Tensor]] | None = None
+    generation: Generation = field(repr=False, default=None)  # type: ignore[assignment]
+
+    @property
+    def text(self) -> str:
+        """The only row's text.
+
+        Raises:
+            SpecdecError: there are several rows, or no tokenizer.
+        """
+        if self.texts is None or len(self.texts) != 1:
+            raise SpecdecError(
+                "output.text is for one row with a tokenizer; use output.texts or output.token_ids."
+            )
+        return self.texts[0]
+
+
+class SpeculativeDecoder:
+    """Speculative decoding with any drafter and any length policy.
+
+    Args:
+        target: a `Target`, a transformers causal LM, or a name that `Target.load` takes.
+        drafter: an instance, a registered name, or `{"name": ..., parameter: ...}`; None decodes
+            plainly, one token a round.
+        policy: likewise; `fixed(length=5)` by default.
+        tokenizer: of the target, for text in and out; the one loaded with it by default.
+        settings: defaults for `generate`, for instance those of a config file.
+        seed: default seed; None draws one for each call.
+
+    Raises:
+        SpecdecError: the parts do not fit together; the message says which and why.
+
+    Example:
+        >>> decoder = SpeculativeDecoder("smollm2-135m", drafter="ngram", policy="svip")
+        >>> decoder.generate("Once upon a time", max_new_tokens=64).text
+    """
+
+    def __init__(
+        self,
+        target: Target | PreTrainedModel | str,
+        drafter: Drafter | dict[str, Any] | str | None = None,
+        policy: LengthPolicy | dict[str, Any] | str | None = None,
+        *,
+        tokenizer: Any = None,
+        settings: GenerationSettings | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.target = _as_target(target, tokenizer)
+        self.settings = settings or GenerationSettings()
+        self.seed = seed
+        self.set_drafter(drafter)
+        self.set_policy(policy)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.target.tokenizer
+
+    def set_drafter(self, drafter: Drafter | dict[str, Any] | str | None) -> None:
+        """Exchange the drafter; generations under way keep theirs."""
+        self.drafter = build("drafter", drafter)
+        if self.drafter is not None:
+            self.drafter.attach(self.target)
+
+    def set_policy(self, policy: LengthPolicy | dict[str, Any] | str | None) -> None:
+        """Exchange the length policy; generations under way keep theirs."""
+        self.policy = FixedPolicy() if policy is None else build("policy", policy)
+
+    def generate(
+        self,
+        prompt: Any,
+        *,
+        attention_mask: Tensor | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
+        streamer: Any = None,
+        seed: int | None = None,
+        output_scores: bool = False,
+        keep_trees: bool = False,
+        continue_from: GenerationOutput | None = None,
+        **settings: Any,
+    ) -> GenerationOutput:
+        """Write behind one prompt or a batch of them.
+
+        Args:
+            prompt: text, a list of texts, token ids (a list or a 1-D tensor), a list of id lists, a
+                2-D tensor, or what a tokenizer returns (`input_ids` and `attention_mask`).
+            attention_mask: `[B, L]` 0 for padding, for a 2-D prompt.
+            logits_processor: transformers' or your own; each sees the text of the very position whose
+                scores it changes.
+            stopping_criteria: called after every token with one row's text `[1, L]`.
+            streamer: a transformers streamer (one row): gets every token once, in order.
+            seed: makes sampling repeatable.
+            output_scores: keep scores and logits of every new token.
+            keep_trees: keep each round's draft tree in its record.
+            continue_from: an earlier output (one row); what its text and this prompt have in common
+                is not read again. It can be continued once.
+            **settings: any field of `GenerationSettings`, e.g. `max_new_tokens`, `temperature`.
+
+        Raises:
+            SpecdecError: an unknown or impossible argument, an empty prompt, a prompt that is longer
+                than the target's context.
+        """
+        generation = self._begin(
+            prompt, attention_mask, logits_processor, stopping_criteria, seed, output_scores,
+            keep_trees, continue_from, settings,
+        )  # fmt: skip
+        _check_streamer(streamer, len(generation.texts))
+        started = time.perf_counter()
+        if streamer is not None:
+            streamer.put(torch.tensor(generation.request.prompts))
+        for committed in generation.run():
+            if streamer is not None:
+                for token in committed[0][1]:
+                    streamer.put(torch.tensor([token]))
+        if streamer is not None:
+            streamer.end()
+        return self._output(generation, time.perf_counter() - started)
+
+    def stream(self, prompt: Any, **arguments: Any) -> Stream:
+        """Write behind one prompt, piece by piece; takes what `generate` takes.
+
+        Returns:
+            An iterator of text pieces; after the last one its `output` is the `GenerationOutput`.
+
+        Raises:
+            SpecdecError: as `generate`, and for several prompts or a target without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise SpecdecError("stream: the target has no tokenizer; use generate, or pass one.")
+        if "streamer" in arguments:
+            raise SpecdecError("stream: takes no streamer; it is an iterator of text itself.")
+        named = ("attention_mask", "seed", "continue_from")
+        flags = ("output_scores", "keep_trees")
+        lists = ("logits_processor", "stopping_criteria")
+        known = {name: arguments.pop(name, None) for name in named}
+        known |= {name: arguments.pop(name, False) for name in flags}
+        known |= {name: arguments.pop(name, ()) for name in lists}
+        generation = self._begin(prompt, settings=arguments, **known)
+        if len(generation.texts) != 1:
+            raise SpecdecError("stream: takes one prompt; use generate for a batch.")
+        return Stream(self, generation)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        generation_config: Any = None,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """`model.generate(**inputs, custom_generate=decoder)`: transformers prepares, specdec decodes.
+
+        Honours the generation config, processors, stopping criteria and streamer that transformers
+        hands over, and returns what its `generate` returns.
+
+        Raises:
+            SpecdecError: another model than the decoder's target, or something asked for that
+                speculative decoding cannot give.
+        """
+        if model is not self.target.model:
+            raise SpecdecError(
+                "custom_generate: this decoder was made for another model object; build it with "
+                "SpeculativeDecoder(model, ...) from the model you call generate on."
+            )
+        _check_config(generation_config, synced_gpus)
+        prompts = unpad(input_ids, _pop_mask(model_kwargs))
+        keep_scores = bool(generation_config.output_scores or generation_config.output_logits)
+        generation = Generation(
+            self.target,
+            self.drafter,
+            self.policy,
+            _request_of(prompts, input_ids, logits_processor, stopping_criteria,
+                        generation_config, keep_scores),
+        )  # fmt: skip
+        _check_streamer(streamer, len(prompts))
+        for committed in generation.run():
+            if streamer is not None:
+                for token in committed[0][1]:
+                    streamer.put(torch.tensor([token]))
+        if streamer is not None:
+            streamer.end()
+        self.last_output = self._output(generation, 0.0)
+        return _as_transformers(input_ids, self.last_output, generation_config)
+
+    # --- from arguments to a request and back -----------------------------------------------------
+
+    def _begin(
+        self,
+        prompt: Any,
+        attention_mask: Tensor | None,
+        logits_processor: Sequence[LogitsProcessor],
+        stopping_criteria: Sequence[StoppingCriteria],
+        seed: int | None,
+        output_scores: bool,
+        keep_trees: bool,
+        continue_from: GenerationOutput | None,
+        settings: dict[str, Any],
+    ) -> Generation:
+        chosen = self._settings(settings)
+        prompts = read_prompts(prompt, attention_mask, self.target)
+        if continue_from is not None and (len(prompts) != 1 or len(continue_from.prompts) != 1):
+            raise SpecdecError("continue_from: only a generation of one row can be continued.")
+        request = Request(
+            prompts=prompts,
+            processors=make_processors(chosen, logits_processor, self.target.device),
+            do_sample=chosen.temperature > 0,
+            stop=StopRules(
+                [chosen.max_new_tokens] * len(prompts),
+                eos_ids(chosen.eos_token_id, self.target.default_eos),
+                make_criteria(chosen, stopping_criteria, self.tokenizer),
+            ),
+            seed=self.seed if seed is None else seed,
+            min_new_tokens=[chosen.min_new_tokens] * len(prompts),
+            keep_scores=output_scores,
+            keep_trees=keep_trees,
+            observers=_observers(),
+        )
+        previous = None if continue_from is None else continue_from.generation
+        return Generation(self.target, self.drafter, self.policy, request, previous)
+
+    def _settings(self, given: dict[str, Any]) -> GenerationSettings:
+        merged = self.settings.model_dump() | given
+        return validate(GenerationSettings, merged, where="generate")
+
+    def _output(self, generation: Generation, wall: float) -> GenerationOutput:
+        prompts = generation.request.prompts
+        new = [text[len(p) :] for text, p in zip(generation.texts, prompts, strict=True)]
+        texts = None
+        if self.tokenizer is not None:
+            texts = self.tokenizer.batch_decode(
+                new, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        kept = generation.scores if generation.request.keep_scores else None
+        records = generation.records
+        return GenerationOutput(
+            token_ids=new,
+            prompts=prompts,
+            texts=texts,
+            finish_reasons=[reason or "length" for reason in generation.finish_reasons],
+            statistics=Statistics.from_rounds(
+                records, sum(map(len, new)), prefill_s=generation.prefill_seconds, wall_s=wall
+            ),
+            row_statistics=[
+                Statistics.from_rounds(records, len(tokens), row) for row, tokens in enumerate(new)
+            ],
+            rounds=records,
+            scores=kept and [[scores for scores, _ in row] for row in kept],
+            logits=kept and [[raw for _, raw in row] for row in kept],
+            generation=generation,
+        )
+
+
+class Stream(Iterator[str]):
+    """The pieces of one text as they are written; `output` is there when they are all read.
+
+    Attributes:
+        committed: the tokens of the newest piece's round, accepted drafts first.
+        accepted: how many of them were drafted.
+    """
+
+    def __init__(self, decoder: SpeculativeDecoder, generation: Generation) -> None:
+        self._decoder, self._generation = decoder, generation
+        self._run = generation.run()
+        self._pieces = TextPieces(decoder.tokenizer)
+        self._started = time.perf_counter()
+        self._ended = False
+        self.committed: list[int] = []
+        self.accepted = 0
+        self.output: GenerationOutput | None = None
+
+    def __next__(self) -> str:
+        while True:
+            if self._ended:
+                raise StopIteration
+            committed = next(self._run, None)
+            if committed is None:
+                self.close()
+                piece = self._pieces.end()
+            else:
+                self.committed = committed[0][1]
+                records = self._generation.records
+                self.accepted = records[-1].accepted[0] if records else 0
+                piece = self._pieces.add(self.committed)
+            if piece:
+                return piece
+
+    def close(self) -> None:
+        """Stop here; `output` holds what was written so far."""
+        if not self._ended:
+            self._ended = True
+            self._run.close()
+            wall = time.perf_counter() - self._started
+            self.output = self._decoder._output(self._generation, wall)
+
+
+def _as_target(target: Target | PreTrainedModel | str, tokenizer: Any) -> Target:
+    if isinstance(target, str):
+        target = Target.load(target)
+    elif not isinstance(target, Target):
+        return Target(target, tokenizer)
+    if tokenizer is not None:
+        target.tokenizer = tokenizer
+    return target
+
+
+def _observers() -> list[Callable[[RoundRecord], None]]:
+    """Plugins that want to see every round."""
+    if not registry().has_observers:
+        return []
+    return [lambda record: registry().hook.specdec_round_finished(record=record)]
+
+
+def _check_streamer(streamer: Any, rows: int) -> None:
+    if streamer is not None and rows != 1:
+        raise SpecdecError(f"streamer: streams one row, and the batch has {rows}; leave it out.")
+
+
+# --- transformers' custom_generate ----------------------------------------------------------------
+
+USED_OR_HARMLESS = {
+    "use_cache", "position_ids", "cache_position", "logits_to_keep", "token_type_ids",
+}  # fmt: skip
+
+
+def _check_config(config: Any, synced_gpus: bool) -> None:
+    refused = {
+        "num_beams": (getattr(config, "num_beams", 1) or 1) > 1,
+        "output_attentions": bool(getattr(config, "output_attentions", False)),
+        "output_hidden_states": bool(getattr(config, "output_hidden_states", False)),
+        "synced_gpus": synced_gpus,
+    }
+    for name, asked in refused.items():
+        if asked:
+            raise SpecdecError(
+                f"custom_generate: {name} is not available with speculative decoding; leave it out."
+            )
+
+
+def _pop_mask(model_kwargs: dict[str, Any]) -> Tensor | None:
+    mask = model_kwargs.pop("attention_mask", None)
+    for name, value in model_kwargs.items():
+        if name in ("cache", "past_key_values"):
+            # transformers makes an empty one ahead; specdec decodes on its own.
+            if value is not None and value.get_seq_length() > 0:
+                raise SpecdecError(
+                    f"custom_generate: {name} already holds text, which specdec cannot take over; "
+                    "leave it out, or use decoder.generate(..., continue_from=...)."
+                )
+        elif name not in USED_OR_HARMLESS and value is not None:
+            raise SpecdecError(f"custom_generate: argument '{name}' is not supported; leave it out.")
+    return mask
+
+
+def _request_of(
+    prompts: list[list[int]],
+    input_ids: Tensor,
+    processors: LogitsProcessorList | None,
+    criteria: StoppingCriteriaList | None,
+    config: Any,
+    keep_scores: bool,
+) -> Request:
+    """transformers counts lengths with padding; here every row counts its own tokens."""
+    width = input_ids.shape[1]
+    least, kept_processors = 0, LogitsProcessorList()
+    for processor in processors or []:
+        if isinstance(processor, MinLengthLogitsProcessor):
+            least = max(least, processor.min_length - width)
+        elif isinstance(processor, MinNewTokensLengthLogitsProcessor):
+            least = max(least, processor.min_new_tokens)
+        else:
+            kept_processors.append(processor)
+    most, eos, kept_criteria = config.max_length - width, [], StoppingCriteriaList()
+    for criterion in criteria or []:
+        if hasattr(criterion, "eos_token_id"):
+            eos = torch.as_tensor(criterion.eos_token_id).flatten().tolist()
+        elif hasattr(criterion, "max_length"):
+            most = criterion.max_length - width
+        else:
+            kept_criteria.append(criterion)
+    return Request(
+        prompts=prompts,
+        processors=kept_processors,
+        do_sample=bool(config.do_sample),
+        stop=StopRules([most] * len(prompts), eos, kept_criteria),
+        min_new_tokens=[least] * len(prompts),
+        keep_scores=keep_scores,
+        observers=_observers(),
+    )
+
+
+def _as_transformers(
+    input_ids: Tensor, output: GenerationOutput, config: Any
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """`[B, L]`: prompts as they came, new tokens, padding; or the dict transformers returns."""
+    longest = max(map(len, output.token_ids))
+    pad = config._pad_token_tensor
+    pad_id = 0 if pad is None else int(pad)
+    new = [tokens + [pad_id] * (longest - len(tokens)) for tokens in output.token_ids]
+    sequences = torch.cat(
+        [input_ids, torch.tensor(new, dtype=torch.long, device=input_ids.device)], dim=1
+    )
+    if not config.return_dict_in_generate:
+        return sequences
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=_by_step(output.scores, longest, pad_id) if config.output_scores else None,
+        logits=_by_step(output.logits, longest, pad_id) if config.output_logits else None,
+    )
+
+
+def _by_step(
+    rows: list[list[Tensor]] | None, longest: int, pad_id: int
+) -> tuple[Tensor, ...]:
+    """A tensor `[B, V]` for each step; a row that has ended is sure of its padding."""
+    assert rows is not None
+    ended = torch.full_like(rows[0][0], -torch.inf)
+    ended[pad_id] = 0.0
+    return tuple(
+        torch.stack([row[step] if step < len(row) else ended for row in rows])
+        for step in range(longest)
+    )

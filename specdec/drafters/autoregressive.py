@@ -1,0 +1,149 @@
+"""Autoregressive: any smaller transformers causal LM as drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.cache import SlotCache
+from specdec.draft import RoundOutcome
+from specdec.drafters.chain import ChainDrafter
+from specdec.drafters.vocab import DraftVocabulary, load_draft_vocab
+from specdec.errors import SpecdecError
+from specdec.model import CachedModel
+from specdec.params import Params
+from specdec.state import GenerationState
+from specdec.target import Target, TargetPass, load_pretrained
+
+
+class AutoregressiveDrafter(ChainDrafter):
+    """Draft with a small language model that shares the target's tokenizer.
+
+    The drafter keeps its own cache of the committed text. A round begins with one pass over the
+    tokens it has not read yet (the root; after full acceptance also the last drafted token), so no
+    position is skipped or computed twice.
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
+    """
+
+    summary = "a smaller causal LM with the target's tokenizer"
+    source = "arXiv 2211.17192"
+
+    class Params(Params):
+        model: Any = Field(
+            description="a registered name, a hub id, a folder, or a loaded transformers model"
+        )
+        dtype: str = Field("auto", description="dtype to load it in, e.g. bfloat16")
+        device: str | None = Field(None, description="device; the target's by default")
+        draft_vocab: list[int] | str | None = Field(
+            None, description="token ids to draft from, or a JSON file with them; all by default"
+        )
+
+    def attach(self, target: Target) -> None:
+        if isinstance(self.params.model, PreTrainedModel):
+            model, tokenizer = self.params.model.eval(), None
+        else:
+            model, tokenizer = load_pretrained(
+                self.params.model,
+                role="drafter.model",
+                dtype=self.params.dtype,
+                device=self.params.device or str(target.device),
+            )
+        check_tokenizers(target.tokenizer, tokenizer)
+        self.model = CachedModel(model, role="drafter.model")
+        self.max_positions = self.model.max_positions
+        ids = load_draft_vocab(self.params.draft_vocab)
+        self.vocabulary = DraftVocabulary(target.vocab_size, self.model.vocab_size, ids)
+        self.vocabulary.to(self.model.device)
+        self.output = None
+        if self.vocabulary.ids is not None:
+            self.output = self._reduced_output(model.get_output_embeddings())
+
+    def start(self, state: GenerationState) -> None:
+        self.cache = SlotCache(state.batch_size)
+
+    def first(self, state: GenerationState) -> Tensor:
+        self.fed = 0
+        device = self.model.device
+        starts = list(self.cache.lengths)
+        counts = [
+            length - start if limit > 0 else 0
+            for length, start, limit in zip(state.lengths, starts, state.limits, strict=True)
+        ]
+        offsets = torch.arange(max(counts), device=device)
+        index = torch.tensor(starts, device=device)[:, None] + offsets
+        ids = state.ids.to(device)
+        tokens = ids.gather(1, index.clamp_max(ids.shape[1] - 1)).clamp_max(
+            self.model.vocab_size - 1
+        )
+        last = torch.tensor(counts, device=device).clamp_min(1) - 1
+        logits = self._logits(tokens, starts, last)
+        self.cache.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        return logits
+
+    def following(self, tokens: Tensor, depth: int) -> Tensor:
+        starts = [length + depth - 1 for length in self.cache.lengths]
+        self.fed = depth
+        fed = tokens.clamp_max(self.model.vocab_size - 1)
+        return self._logits(fed[:, None], starts, torch.zeros_like(tokens))
+
+    def commit(self, state: GenerationState, outcome: RoundOutcome, checked: TargetPass) -> None:
+        # What was fed sits in the slots where the accepted tokens belong. The last drafted token was
+        # not fed; rows that did not draft fed nothing and accepted nothing.
+        for row, accepted in enumerate(outcome.accepted):
+            self.cache.lengths[row] += min(accepted, self.fed)
+
+    def rewind(self, lengths: list[int]) -> None:
+        self.cache.lengths = [min(pair) for pair in zip(self.cache.lengths, lengths, strict=True)]
+
+    def keep_rows(self, rows: list[int]) -> None:
+        self.cache.keep_rows(rows)
+
+    def _logits(self, tokens: Tensor, starts: list[int], last: Tensor) -> Tensor:
+        """`[B, Vd]` behind token `last[b]` of each row."""
+        if self.output is None:
+            done = self.model.forward(tokens, self.cache, starts, keep=last[:, None])
+            return done.logits[:, 0, : self.vocabulary.shared]
+        hidden = self.model.hidden(tokens, self.cache, starts)
+        every = torch.arange(len(tokens), device=tokens.device)
+        return self.output(hidden[every, last])
+
+    def _reduced_output(self, full: nn.Module) -> nn.Linear:
+        if not isinstance(full, nn.Linear):
+            raise SpecdecError(
+                f"drafter.draft_vocab: the output layer is a {type(full).__name__}, not a plain "
+                "linear layer whose rows can be picked; leave draft_vocab out."
+            )
+        weight = self.vocabulary.rows(full.weight.data)
+        reduced = nn.Linear(weight.shape[1], weight.shape[0], bias=full.bias is not None, device="meta")
+        reduced.weight = nn.Parameter(weight, requires_grad=False)
+        if full.bias is not None:
+            reduced.bias = nn.Parameter(self.vocabulary.rows(full.bias.data), requires_grad=False)
+        return reduced
+
+
+def check_tokenizers(target: Any, drafter: Any) -> None:
+    """Refuse a drafter whose token ids mean something else.
+
+    Vocabularies that differ only by padding of the embedding, or by ids that one of the two lacks,
+    pass. Nothing is checked where one of the two came without a tokenizer.
+
+    Raises:
+        SpecdecError: names both tokenizers, and how many ids differ.
+    """
+    if target is None or drafter is None:
+        return
+    ours, theirs = target.get_vocab(), drafter.get_vocab()
+    differing = [token for token, index in theirs.items() if ours.get(token, index) != index]
+    missing = [token for token in theirs if token not in ours]
+    if differing or len(missing) > len(theirs) // 10:
+        raise SpecdecError(
+            f"drafter.model: its tokenizer ({drafter.name_or_path}, {len(theirs)} tokens) is not the "
+            f"target's ({target.name_or_path}, {len(ours)} tokens): {len(differing)} tokens have "
+            f"another id and {len(missing)} are unknown to the target. Use a drafter with the target's "
+            "tokenizer."
+        )

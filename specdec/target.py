@@ -1,0 +1,177 @@
+"""The target: the model whose output counts. Prefill, verify, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from specdec.cache import SlotCache
+from specdec.draft import DraftTree, RoundOutcome
+from specdec.errors import SpecdecError
+from specdec.model import CachedModel
+
+if TYPE_CHECKING:
+    from specdec.state import GenerationState
+
+PREFILL_CHUNK = 1024
+"""Longest piece of a prompt in one pass: the mask of a piece is chunk x context."""
+
+
+@dataclass
+class TargetPass:
+    """What the target computed over some tokens of each row.
+
+    Attributes:
+        logits: `[B, K, V]` raw. After `verify` K is N + 1: the root, then the nodes of the tree.
+            After a piece of a prompt K is 1: the last token of each row's piece.
+        features: `[B, T, H]` the output layer's input for every token of the pass, when the drafter
+            needs it.
+        starts: position of the first token of each row.
+        counts: number of tokens of each row; those behind are padding.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+    starts: list[int]
+    counts: list[int]
+
+
+class Target(CachedModel):
+    """A decoder-only transformers model that can verify drafts.
+
+    Args:
+        model: loaded with `AutoModelForCausalLM`; quantised models work.
+        tokenizer: only needed for text in and out.
+
+    Raises:
+        SpecdecError: the model cannot be rolled back (encoder-decoder, recurrent state, ...).
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
+        super().__init__(model, role="target")
+        self.model.eval()
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | None = None,
+        device_map: Any = None,
+        attn_implementation: str | None = None,
+    ) -> Target:
+        """Load a registered name, a hub id or a folder, with its tokenizer.
+
+        Raises:
+            SpecdecError: no such model, or one that cannot be used.
+        """
+        loaded, tokenizer = load_pretrained(
+            model,
+            role="target",
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            attn_implementation=attn_implementation,
+        )
+        return cls(loaded, tokenizer)
+
+    @property
+    def default_eos(self) -> int | list[int] | None:
+        """The ids that end a text by the model's own generation config."""
+        generation = getattr(self.model, "generation_config", None)
+        return getattr(generation, "eos_token_id", None) or getattr(
+            self.config, "eos_token_id", None
+        )
+
+    def prefill_pieces(self, state: GenerationState) -> Iterator[tuple[list[int], list[int]]]:
+        """`(starts, counts)` of the passes that read what the cache does not hold yet."""
+        starts = list(state.cache.lengths)
+        while starts != state.lengths:
+            counts = [
+                min(PREFILL_CHUNK, length - start)
+                for start, length in zip(starts, state.lengths, strict=True)
+            ]
+            yield starts, counts
+            starts = [start + count for start, count in zip(starts, counts, strict=True)]
+
+    def prefill(
+        self, state: GenerationState, starts: list[int], counts: list[int], features: bool
+    ) -> TargetPass:
+        """One piece of each row's prompt; `logits [B, 1, V]` of the last token of each row's piece."""
+        longest = max(counts)
+        offsets = torch.arange(longest, device=state.device)
+        first = torch.tensor(starts, device=state.device)[:, None]
+        index = (first + offsets).clamp_max(state.ids.shape[1] - 1)
+        last = torch.tensor(counts, device=state.device)[:, None] - 1
+        done = self.forward(
+            state.ids.gather(1, index),
+            state.cache,
+            starts,
+            keep=last.clamp_min(0),
+            features=features,
+        )
+        state.cache.lengths = [start + n for start, n in zip(starts, counts, strict=True)]
+        return TargetPass(done.logits, done.features, starts, counts)
+
+    def verify(self, tree: DraftTree, state: GenerationState, features: bool) -> TargetPass:
+        """One forward pass over the root and the nodes of each row's tree."""
+        tokens = torch.cat([state.roots[:, None], tree.tokens], dim=1)
+        starts = list(state.cache.lengths)
+        visible = positions = None
+        if not tree.is_chain:
+            visible = tree.ancestors
+            positions = state.last_positions[:, None] + tree.depths
+        done = self.forward(
+            tokens, state.cache, starts, visible=visible, positions=positions, features=features
+        )
+        return TargetPass(done.logits, done.features, starts, [tree.size + 1] * state.batch_size)
+
+    def commit(self, state: GenerationState, outcome: RoundOutcome) -> None:
+        """Keep the root's and the accepted nodes' keys and values, forget the others'."""
+        state.cache.keep_path(outcome.path, outcome.path_nodes)
+
+    def new_cache(self, batch_size: int) -> SlotCache:
+        return SlotCache(batch_size)
+
+
+def load_pretrained(
+    name: str,
+    *,
+    role: str,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    device_map: Any = None,
+    attn_implementation: str | None = None,
+) -> tuple[PreTrainedModel, Any]:
+    """A causal LM and its tokenizer (None if there is none) by registered name, hub id or folder.
+
+    Raises:
+        SpecdecError: what could not be loaded, and why.
+    """
+    from specdec.plugins import resolve_model
+
+    where = resolve_model(name)
+    options = {"dtype": dtype, "device_map": device_map, "attn_implementation": attn_implementation}
+    options = {key: value for key, value in options.items() if value is not None}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(where, **options)
+    except (OSError, ValueError) as error:
+        raise SpecdecError(
+            f"{role}: cannot load model '{name}': {error}. Give a registered name (see 'specdec "
+            "plugins'), a folder with a transformers checkpoint, or a hub id that can be reached."
+        ) from error
+    if device is not None:
+        model = model.to(device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where)
+    except (OSError, ValueError):
+        # A folder without a tokenizer is fine: token ids in, token ids out.
+        tokenizer = None
+    return model, tokenizer
