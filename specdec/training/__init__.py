@@ -1,0 +1,1 @@
+"""Training drafters from a target alone: data, features, losses and the trainer."""
