@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from specdec.generation import (
 from specdec.loop import Generation, Request
 from specdec.metrics import RoundRecord, Statistics
 from specdec.params import validate
-from specdec.plugins import build, registry
+from specdec.plugins import make_drafter, make_policy, round_observers
 from specdec.policies.base import LengthPolicy
 from specdec.policies.fixed import FixedPolicy
 from specdec.prompts import read_prompts, unpad
@@ -122,13 +122,13 @@ class SpeculativeDecoder:
 
     def set_drafter(self, drafter: Drafter | dict[str, Any] | str | None) -> None:
         """Exchange the drafter; generations under way keep theirs."""
-        self.drafter = build("drafter", drafter)
+        self.drafter = make_drafter(drafter)
         if self.drafter is not None:
             self.drafter.attach(self.target)
 
     def set_policy(self, policy: LengthPolicy | dict[str, Any] | str | None) -> None:
         """Exchange the length policy; generations under way keep theirs."""
-        self.policy = FixedPolicy() if policy is None else build("policy", policy)
+        self.policy = FixedPolicy() if policy is None else make_policy(policy)
 
     def generate(
         self,
@@ -281,7 +281,7 @@ class SpeculativeDecoder:
             min_new_tokens=[chosen.min_new_tokens] * len(prompts),
             keep_scores=output_scores,
             keep_trees=keep_trees,
-            observers=_observers(),
+            observers=round_observers(),
         )
         previous = None if continue_from is None else continue_from.generation
         return Generation(self.target, self.drafter, self.policy, request, previous)
@@ -371,13 +371,6 @@ def _as_target(target: Target | PreTrainedModel | str, tokenizer: Any) -> Target
     return target
 
 
-def _observers() -> list[Callable[[RoundRecord], None]]:
-    """Plugins that want to see every round."""
-    if not registry().has_observers:
-        return []
-    return [lambda record: registry().hook.specdec_round_finished(record=record)]
-
-
 def _check_streamer(streamer: Any, rows: int) -> None:
     if streamer is not None and rows != 1:
         raise SpecdecError(f"streamer: streams one row, and the batch has {rows}; leave it out.")
@@ -452,7 +445,7 @@ def _request_of(
         stop=StopRules([most] * len(prompts), eos, kept_criteria),
         min_new_tokens=[least] * len(prompts),
         keep_scores=keep_scores,
-        observers=_observers(),
+        observers=round_observers(),
     )
 
 

@@ -16,13 +16,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from specdec import builtin, hookspecs
 from specdec.errors import SpecdecError
 from specdec.params import Configurable, suggest, validate
+
+if TYPE_CHECKING:
+    from specdec.drafters.base import Drafter
+    from specdec.metrics import RoundRecord
+    from specdec.policies.base import LengthPolicy
 
 logger = logging.getLogger("specdec.plugins")
 
@@ -45,32 +50,49 @@ def registry() -> Registry:
     return plugins
 
 
-def build(kind: str, choice: Any, where: str = "") -> Any:
-    """A drafter or a policy from what a person wrote.
+def make_drafter(choice: Any, where: str = "drafter") -> Drafter | None:
+    """A drafter from what a person wrote.
 
     Args:
-        kind: `"drafter"` or `"policy"`.
         choice: a name, `{"name": ..., **parameters}`, or an instance, which is returned as it is.
-            A drafter's `expand: NAME` wraps it in the drafter NAME (`expand: cape`). None and the
-            drafter `"none"` give None, plain decoding.
-        where: the path of the choice in a configuration, for errors; by default the kind.
+            The parameter `base` is a choice of a drafter itself, and `expand: NAME` makes this one
+            the base of the drafter NAME (`expand: cape`). None and `"none"` give None: plain
+            decoding.
+        where: the path of the choice in a configuration, for errors.
 
     Raises:
-        SpecdecError: an unknown name, or parameters that the drafter or policy does not accept.
+        SpecdecError: an unknown name, or parameters that the drafter does not accept.
     """
-    where = where or kind
     if choice is None or isinstance(choice, Configurable):
-        return choice
+        return choice  # type: ignore[return-value]
     name, parameters = _split(choice, where)
-    if kind == "policy":
-        return _make(kind, name, parameters, where)
     if name == NO_DRAFTER and not parameters:
         return None
-    if "expand" not in parameters:
-        return _make(kind, name, parameters, where)
-    wrapper, options = _split(parameters.pop("expand"), f"{where}.expand")
-    base = _make(kind, name, parameters, where)
-    return _make(kind, wrapper, {"base": base, **options}, f"{where}.expand")
+    expand = parameters.pop("expand", None)
+    if "base" in parameters:
+        parameters["base"] = make_drafter(parameters["base"], f"{where}.base")
+    drafter = _make("drafter", name, parameters, where)
+    if expand is None:
+        return drafter
+    wrapper, options = _split(expand, f"{where}.expand")
+    return _make("drafter", wrapper, {"base": drafter, **options}, f"{where}.expand")
+
+
+def make_policy(choice: Any, where: str = "policy") -> LengthPolicy:
+    """A length policy from what a person wrote: a name, a mapping with `name`, or an instance.
+
+    Raises:
+        SpecdecError: an unknown name, or parameters that the policy does not accept.
+    """
+    if isinstance(choice, Configurable):
+        return choice  # type: ignore[return-value]
+    return _make("policy", *_split(choice, where), where)
+
+
+def round_observers() -> list[Callable[[RoundRecord], None]]:
+    """What to call after every round: nothing, unless a plugin looks at rounds."""
+    hook = registry().hook.specdec_round_finished
+    return [lambda record: hook(record=record)] if hook.get_hookimpls() else []
 
 
 def resolve_model(name: str, where: str = "") -> str:
@@ -190,11 +212,6 @@ class Registry:
     def hook(self) -> Any:
         """pluggy's callers: `registry.hook.specdec_register_commands(cli=app)`."""
         return self._manager.hook
-
-    @property
-    def has_observers(self) -> bool:
-        """Whether any plugin wants to see the rounds."""
-        return bool(self.hook.specdec_round_finished.get_hookimpls())
 
     def find(self, kind: str, name: str, where: str = "") -> Registration:
         """The registration of `name`.
