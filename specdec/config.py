@@ -313,8 +313,8 @@ def _check(document: dict[str, Any], folder: Path, places: Places) -> Config:
         plugins.registry().add_listed(plugin, folder, "plugins")
     checks: dict[str, Callable[[Any], Any]] = {
         "target": lambda value: _check_target(value, folder),
-        "drafter": lambda value: plugins.build("drafter", _locate(value, "drafter", folder)),
-        "policy": lambda value: plugins.build("policy", value),
+        "drafter": lambda value: plugins.make_drafter(_locate(value, "drafter", folder)),
+        "policy": plugins.make_policy,
         "generation": lambda value: validate(GenerationSettings, value, "generation"),
         "seed": _check_seed,
     }
