@@ -20,7 +20,7 @@ def read_json(checkpoint: str | Path, name: str = "config.json") -> dict[str, An
     Raises:
         SpecdecError: no such checkpoint, no such file in it, or no JSON object in the file.
     """
-    path = _find(checkpoint, name)
+    path = find(checkpoint, name)
     if path is None:
         raise SpecdecError(f"drafter checkpoint '{checkpoint}' has no {name}.")
     try:
@@ -42,8 +42,8 @@ def read_weights(checkpoint: str | Path) -> dict[str, Tensor]:
     Raises:
         SpecdecError: neither file is there, or it cannot be read.
     """
-    safe = _find(checkpoint, "model.safetensors")
-    path = safe or _find(checkpoint, "pytorch_model.bin")
+    safe = find(checkpoint, "model.safetensors")
+    path = safe or find(checkpoint, "pytorch_model.bin")
     if path is None:
         raise SpecdecError(
             f"drafter checkpoint '{checkpoint}' has no model.safetensors and no pytorch_model.bin."
@@ -84,7 +84,7 @@ def check_tensors(
         )
 
 
-def _find(checkpoint: str | Path, name: str) -> Path | None:
+def find(checkpoint: str | Path, name: str) -> Path | None:
     """One file of a checkpoint, from a folder or from the hub; None if the checkpoint has none."""
     try:
         found = cached_file(str(checkpoint), name, _raise_exceptions_for_missing_entries=False)

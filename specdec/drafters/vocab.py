@@ -1,18 +1,24 @@
 """The vocabulary a drafter covers, and how its logits meet the target's ids.
 
-A drafter may know fewer tokens than the target (a reduced vocabulary, as in FR-Spec, arXiv 2502.14856:
-most of a small drafter's time goes to its output layer), or have rows of padding that the target
-lacks. Tokens it does not cover are never drafted: `q` is 0 there, and decoding stays lossless.
+A drafter may know fewer tokens than the target (a reduced vocabulary, as in FR-Spec, arXiv
+2502.14856: most of a small drafter's time goes to its output layer), or have rows of padding that
+the target lacks. Tokens it does not cover are never drafted: `q` is 0 there, and decoding stays
+lossless.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
+from specdec.drafters.checkpoint import find
 from specdec.errors import SpecdecError
 from specdec.state import GenerationState
 
@@ -44,15 +50,18 @@ class DraftVocabulary:
         """Vd: number of tokens that can be drafted."""
         return self.shared if self.ids is None else len(self.ids)
 
-    def output(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
-        """The output layer `layer`, `[..., H]` -> `[..., V]`, cut to what is drafted: `[..., Vd]`.
+    def output(self, layer: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """An output layer `[..., H]` -> `[..., V]`, cut to what is drafted: `[..., Vd]`.
 
         A reduced vocabulary gets a contiguous copy of its rows, made once.
+
+        Args:
+            dtype: of what goes into the layer.
         """
         if self.ids is None:
             size = self.shared
             return layer if size == self.target_size else lambda hidden: layer(hidden)[..., :size]
-        weight, bias = _linear_rows(layer, self.ids)
+        weight, bias = _rows(layer, self.ids, dtype)
         return partial(functional.linear, weight=weight, bias=bias)
 
     def to_target(self, index: Tensor) -> Tensor:
@@ -70,7 +79,9 @@ class DraftVocabulary:
             full[..., self.ids] = logits
         return full
 
-    def draw(self, logits: Tensor, state: GenerationState, path: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    def draw(
+        self, logits: Tensor, state: GenerationState, path: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """One token for each row, by the sampler's rule for the node's own prefix.
 
         Args:
@@ -136,10 +147,13 @@ def load_draft_vocab(
 
 
 @torch.no_grad()
-def _linear_rows(layer: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Weight `[Vd, H]` and bias `[Vd]` of the rows `ids` of a linear layer, on the layer's device."""
-    if isinstance(layer, nn.Linear) and layer.weight.is_floating_point():
-        ids = ids.to(layer.weight.device)
-        bias = None if layer.bias is None else layer.bias[ids].detach()
-        return layer.weight[ids].detach().contiguous(), bias
-    return _probed_rows(layer, ids)
+def _rows(layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Weight `[Vd, H]` and bias `[Vd]` of the rows `ids` of a linear layer."""
+    if type(layer) is nn.Linear and layer.weight.is_floating_point():
+        bias: Tensor | None = layer.bias
+        return layer.weight[ids].detach(), None if bias is None else bias[ids].detach()
+    # A quantised layer keeps its weight in a form of its own: ask for it column by column.
+    unit = torch.eye(int(layer.in_features), dtype=dtype, device=ids.device)  # type: ignore[arg-type]
+    offset = layer(torch.zeros_like(unit[:1]))[0, ids]
+    columns = [layer(inputs)[:, ids] - offset for inputs in unit.split(256)]
+    return torch.cat(columns).T.contiguous(), offset
