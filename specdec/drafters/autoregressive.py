@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.cache import SlotCache
@@ -61,7 +61,8 @@ class AutoregressiveDrafter(ChainDrafter):
         self.vocabulary.to(self.model.device)
         self.output = None
         if self.vocabulary.ids is not None:
-            self.output = self._reduced_output(model.get_output_embeddings())
+            layer = model.get_output_embeddings()
+            self.output = self.vocabulary.output(layer, self.model.dtype)
 
     def start(self, state: GenerationState) -> None:
         self.cache = SlotCache(state.batch_size)
@@ -93,9 +94,11 @@ class AutoregressiveDrafter(ChainDrafter):
 
     def commit(self, state: GenerationState, outcome: RoundOutcome, checked: TargetPass) -> None:
         # What was fed sits in the slots where the accepted tokens belong. The last drafted token was
-        # not fed; rows that did not draft fed nothing and accepted nothing.
-        for row, accepted in enumerate(outcome.accepted):
-            self.cache.lengths[row] += min(accepted, self.fed)
+        # not fed, and neither was one that a wrapper put beside the chain; rows that did not draft
+        # fed nothing and accepted nothing.
+        for row, nodes in enumerate(outcome.path_nodes):
+            own = sum(node == place for place, node in enumerate(nodes[1:], start=1))
+            self.cache.lengths[row] += min(own, self.fed)
 
     def rewind(self, lengths: list[int]) -> None:
         self.cache.lengths = [min(pair) for pair in zip(self.cache.lengths, lengths, strict=True)]
@@ -111,19 +114,6 @@ class AutoregressiveDrafter(ChainDrafter):
         hidden = self.model.hidden(tokens, self.cache, starts)
         every = torch.arange(len(tokens), device=tokens.device)
         return self.output(hidden[every, last])
-
-    def _reduced_output(self, full: nn.Module) -> nn.Linear:
-        if not isinstance(full, nn.Linear):
-            raise SpecdecError(
-                f"drafter.draft_vocab: the output layer is a {type(full).__name__}, not a plain "
-                "linear layer whose rows can be picked; leave draft_vocab out."
-            )
-        weight = self.vocabulary.rows(full.weight.data)
-        reduced = nn.Linear(weight.shape[1], weight.shape[0], bias=full.bias is not None, device="meta")
-        reduced.weight = nn.Parameter(weight, requires_grad=False)
-        if full.bias is not None:
-            reduced.bias = nn.Parameter(self.vocabulary.rows(full.bias.data), requires_grad=False)
-        return reduced
 
 
 def check_tokenizers(target: Any, drafter: Any) -> None:
