@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,9 +20,119 @@ from torch.nn import functional
 from transformers import Cache, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from specdec import masks
+from specdec.cache import SlotCache
+from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.checkpoint import check_tensors, read_json, read_weights
+from specdec.drafters.vocab import DraftVocabulary, load_draft_vocab
 from specdec.errors import SpecdecError
-from specdec.params import validate
+from specdec.params import Params, validate
+from specdec.plugins import resolve_model
+from specdec.state import GenerationState
+from specdec.target import PREFILL_CHUNK, Target
+
+
+class GlideDrafter(ChainDrafter):
+    """Draft with a small decoder that attends to the target's cache, and so knows what it computed.
+
+    A round begins with one pass over the last round's root, what was committed behind it and the
+    new root; then each drafted token takes a pass of its own. In all of them the cross-attention
+    reads every position that the target has verified (the root is not among them yet), in place, in
+    the target's own cache. Nothing else is masked: the prompt is read with its own later positions
+    in sight. The model's own cache keeps what lies before the root: the root and what is accepted
+    behind it are read again in the next round, with what the target has computed for them by then.
+
+    Source: Du et al. 2024, "GliDe with a CaPE" (arXiv 2402.02082).
+    """
+
+    summary = "a small decoder that reads the target's KV cache"
+    source = "arXiv 2402.02082"
+
+    class Params(Params):
+        checkpoint: Any = Field(
+            description="a model in the official layout: a registered name, a hub id, a folder, or "
+            "a loaded GlideModel"
+        )
+        draft_vocab: list[int] | str | Literal[False] | None = Field(
+            None,
+            description="token ids to draft from, or a JSON file with them; by default the "
+            "checkpoint's draft_vocab.json where it has one, false for the whole vocabulary",
+        )
+
+    def attach(self, target: Target) -> None:
+        checkpoint = self.params.checkpoint
+        if isinstance(checkpoint, GlideModel):
+            where = None
+            self.model = checkpoint.eval()
+        else:
+            where = resolve_model(str(checkpoint), "drafter.checkpoint")
+            self.model = GlideModel.from_pretrained(where, target.model)
+        self.max_positions = self.model.config.max_position_embeddings
+        ids = load_draft_vocab(self.params.draft_vocab, where)
+        vocab_size = target.vocab_size
+        self.vocabulary = DraftVocabulary(vocab_size, vocab_size, ids).to(self.model.device)
+        self.logits: Callable[[Tensor], Tensor] = self.model.logits
+        if ids is not None:
+            self.logits = self.vocabulary.output(self.model.output, self.model.dtype)
+
+    def start(self, state: GenerationState) -> None:
+        self.cache = SlotCache(state.batch_size)
+
+    def first(self, state: GenerationState) -> Tensor:
+        self._look_at_target(state.cache)
+        device, begun = self.model.device, list(self.cache.lengths)
+        ids, every = state.ids.to(device), torch.arange(state.batch_size, device=device)
+        starts = list(begun)
+        ends = [
+            length if limit > 0 else start
+            for start, length, limit in zip(begun, state.lengths, state.limits, strict=True)
+        ]
+        behind_root: Tensor | None = None
+        while starts != ends:
+            counts = [min(PREFILL_CHUNK, end - at) for at, end in zip(starts, ends, strict=True)]
+            count = torch.tensor(counts, device=device)
+            index = torch.tensor(starts, device=device)[:, None] + torch.arange(
+                max(counts), device=device
+            )
+            hidden = self._read(ids.gather(1, index.clamp_max(ids.shape[1] - 1)), starts)
+            last = hidden[every, count.clamp_min(1) - 1]
+            if behind_root is not None:
+                last = torch.where(count[:, None] > 0, last, behind_root)
+            behind_root = last
+            starts = [at + count for at, count in zip(starts, counts, strict=True)]
+        assert behind_root is not None, "a round has rows that draft"
+        self.cache.lengths = [max(start, end - 1) for start, end in zip(begun, ends, strict=True)]
+        return self.logits(behind_root)
+
+    def following(self, tokens: Tensor, depth: int) -> Tensor:
+        starts = [length + depth for length in self.cache.lengths]
+        return self.logits(self._read(tokens[:, None], starts)[:, 0])
+
+    def rewind(self, lengths: list[int]) -> None:
+        self.cache.lengths = [min(pair) for pair in zip(self.cache.lengths, lengths, strict=True)]
+
+    def keep_rows(self, rows: list[int]) -> None:
+        self.cache.keep_rows(rows)
+
+    def _look_at_target(self, cache: SlotCache) -> None:
+        """What the cross-attention reads in this round: views of the target's cache, and a mask."""
+        self.target = [cache.committed(layer) for layer in self.model.target_layers]
+        self.cross_mask = None
+        if len(set(cache.lengths)) > 1:
+            lengths = torch.tensor(cache.lengths, device=self.model.device)
+            slots = torch.arange(max(cache.lengths), device=self.model.device)
+            self.cross_mask = slots < lengths[:, None, None]
+
+    def _read(self, tokens: Tensor, starts: list[int]) -> Tensor:
+        """`[B, T, H]` for `tokens [B, T]` at positions `starts[b]`, `starts[b] + 1`, ..."""
+        device, count = tokens.device, tokens.shape[1]
+        self.cache.place(starts, count)
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(
+            count, device=device
+        )
+        mask = masks.causal(starts, count, self.cache.used, device)
+        return self.model(tokens, positions, self.target, mask, self.cross_mask, self.cache)
+
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of one target layer, `[B, H_kv, S, D]` each, the keys rotated."""
@@ -125,9 +235,17 @@ class GlideModel(nn.Module):
         return self.model.embed_tokens or self._shared[0]
 
     @property
-    def output(self) -> nn.Module:
+    def output(self) -> Any:
         """The output layer, an own one or the target's."""
         return self.lm_head or self._shared[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.norm.weight.dtype
 
     def forward(
         self,
@@ -138,7 +256,7 @@ class GlideModel(nn.Module):
         cross_mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """What the output layer reads, `[B, T, H]`.
+        """What the output layer reads, `[B, T, H]`; `logits` runs that layer.
 
         Args:
             ids: `[B, T]`.
@@ -153,6 +271,11 @@ class GlideModel(nn.Module):
         """
         hidden = self.embedding(ids).to(self.model.norm.weight)
         return self.model(hidden, positions, target, self_mask, cross_mask, cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., V]` raw logits for hidden states `[..., H]`."""
+        weight = self.output.weight
+        return self.output(hidden.to(weight) if weight.is_floating_point() else hidden)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -298,8 +421,9 @@ class CrossAttention(nn.Module):
         query = _heads(self.q_proj(hidden), self.head_dim)
         if self.rotation is not None:
             query, _ = self.rotation.at(positions, query)(query, query[:, :0])
-        # The target's cache is read as it lies, so it is the query that changes its type.
+        # The target's cache is read as it lies: type and device are the query's to change.
         key, value = target
+        mask = None if mask is None else mask.to(key.device)
         return self.o_proj(attend(query.to(key), key, value, mask).to(hidden))
 
 

@@ -1,0 +1,165 @@
+"""CaPE: more candidates for a drafted token, the less sure the drafter is of it.
+
+Source: Du et al. 2024, "GliDe with a CaPE" (arXiv 2402.02082).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from specdec.draft import DraftStep, DraftTree, RoundOutcome
+from specdec.drafters.base import Drafter
+from specdec.errors import SpecdecError
+from specdec.params import Params
+from specdec.plugins import make_drafter
+from specdec.state import GenerationState
+from specdec.target import Target, TargetPass
+
+
+class CapeDrafter(Drafter):
+    """Confidence-aware proposal expansion: side candidates beside each token of a drafted chain.
+
+    The top probability `p` of the distribution that a token came from says how many candidates
+    there are at its position, the chain's own token included: `candidates[i]` for the first
+    `thresholds[i]` above `p`, the last entry where there is none. The others are the next most
+    probable tokens: leaves with the same prefix, never extended. The length policy sees the chain
+    alone and works on it as it would without CaPE.
+
+    Under temperature the chain's token is a sampled child, and the side candidates are fixed ones,
+    tried after it against the residual. (The published results and the published code that runs are
+    greedy.)
+
+    Source: Du et al. 2024 (arXiv 2402.02082); the default table is the published one.
+    """
+
+    summary = "more candidates where a drafted chain is unsure"
+    source = "arXiv 2402.02082"
+
+    class Params(Params):
+        base: Any = Field(description="the drafter of the chain: a name, or `name` and parameters")
+        thresholds: list[float] = Field(
+            [0.3, 0.6, 0.8], description="rising top probabilities that part the confidence levels"
+        )
+        candidates: list[int] = Field(
+            [8, 6, 4, 2], description="candidates at each level, the chain's own token included"
+        )
+
+        @model_validator(mode="after")
+        def _table(self) -> Any:
+            if len(self.candidates) != len(self.thresholds) + 1:
+                raise ValueError(
+                    f"{len(self.thresholds)} thresholds part {len(self.thresholds) + 1} levels, "
+                    f"found {len(self.candidates)} candidates"
+                )
+            if self.thresholds != sorted(set(self.thresholds)):
+                raise ValueError(f"thresholds must rise, found {self.thresholds}")
+            if min(self.candidates) < 1:
+                raise ValueError("candidates count the chain's own token, so each is at least 1")
+            return self
+
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)
+        base = make_drafter(self.params.base, "drafter.base")
+        if base is None or not base.proposes_chain:
+            name = "plain decoding" if base is None else type(base).__name__
+            raise SpecdecError(
+                "drafter.base: cape widens a chain of tokens that come from distributions, and "
+                f"{name} proposes none; use autoregressive, glide, or eagle2 with chain: true."
+            )
+        self.base = base
+
+    def attach(self, target: Target) -> None:
+        self.base.attach(target)
+        self.needs_features = self.base.needs_features
+        self.max_positions = self.base.max_positions
+
+    def start(self, state: GenerationState) -> None:
+        self.base = copy.copy(self.base)
+        self.base.start(state)
+
+    def prefill(self, state: GenerationState, done: TargetPass) -> None:
+        self.base.prefill(state, done)
+
+    def begin(self, state: GenerationState) -> None:
+        self.base.begin(state)
+        self.steps: list[DraftStep] = []
+        self.distributions: list[Tensor] = []
+        self._follow()
+
+    def step(self) -> DraftStep:
+        return self.steps[-1]
+
+    def extend(self, go_on: list[list[bool]] | Literal[True]) -> bool:
+        extended = self.base.extend(go_on)
+        if extended:
+            self._follow()
+        return extended
+
+    def finish(self) -> DraftTree:
+        chain = self.base.finish()
+        logits = torch.cat(self.distributions, dim=1)
+        top_prob = torch.cat([step.top_prob for step in self.steps], dim=1)
+        width = min(max(self.params.candidates), logits.shape[-1])
+        best = self.base.vocabulary.to_target(logits.topk(width, dim=-1).indices)
+        return widen(chain, best, self._wanted(top_prob))
+
+    def commit(self, state: GenerationState, outcome: RoundOutcome, checked: TargetPass) -> None:
+        self.base.commit(state, outcome, checked)
+
+    def rewind(self, lengths: list[int]) -> None:
+        self.base.rewind(lengths)
+
+    def keep_rows(self, rows: list[int]) -> None:
+        self.base.keep_rows(rows)
+
+    def _follow(self) -> None:
+        step = self.base.step()
+        assert step is not None
+        assert step.distributions is not None, "proposes_chain promises distributions"
+        self.steps.append(step)
+        self.distributions.append(step.distributions)
+
+    def _wanted(self, top_prob: Tensor) -> Tensor:
+        """Candidates at each position, `[B, D]`, from the top probabilities `[B, D]`."""
+        thresholds = torch.tensor(self.params.thresholds, device=top_prob.device)
+        table = torch.tensor(self.params.candidates, device=top_prob.device)
+        return table[torch.bucketize(top_prob, thresholds, right=True)]
+
+
+def widen(chain: DraftTree, best: Tensor, wanted: Tensor) -> DraftTree:
+    """Hang side candidates beside the nodes of a chain.
+
+    The chain's nodes stay where they are (indices 0 to D - 1) and so stand before their siblings.
+
+    Args:
+        chain: D nodes.
+        best: `[B, D, K]` the most probable tokens at each position, best first.
+        wanted: `[B, D]` candidates at each position, the chain's own included.
+    """
+    others = best != chain.tokens[..., None]
+    beside = others & (others.cumsum(-1) < wanted[..., None]) & chain.valid[..., None]
+    parents = chain.parents[..., None].expand(best.shape).flatten(1)
+    tokens, valid = best.flatten(1), beside.flatten(1)
+    if tokens.device.type == "cpu":
+        # Looking costs nothing on the host's own memory, and saves the target the padding. On an
+        # accelerator the padding is cheaper than a synchronisation.
+        order = (~valid).int().argsort(dim=1, stable=True)[:, : int(valid.sum(1).max())]
+        tokens, parents, valid = (kind.gather(1, order) for kind in (tokens, parents, valid))
+    sides = torch.zeros_like(tokens)
+    sampled = chain.sampled
+    return DraftTree(
+        torch.cat([chain.tokens, tokens], dim=1),
+        torch.cat([chain.parents, parents], dim=1),
+        torch.cat([chain.valid, valid], dim=1),
+        depth=chain.depth,
+        is_chain=tokens.shape[1] == 0,
+        sampled=None if sampled is None else torch.cat([sampled, sides.bool()], dim=1),
+        proposals=chain.proposals,
+        proposal=None if chain.proposal is None else torch.cat([chain.proposal, sides], dim=1),
+        max_sampled=chain.max_sampled,
+    )
