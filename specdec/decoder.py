@@ -322,8 +322,7 @@ class Stream(Iterator[str]):
     """The pieces of one text as they are written; `output` is there when they are all read.
 
     Attributes:
-        committed: the tokens of the newest piece's round, accepted drafts first.
-        accepted: how many of them were drafted.
+        parts: the newest piece in parts, each with whether it was drafted.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, generation: Generation) -> None:
@@ -332,8 +331,7 @@ class Stream(Iterator[str]):
         self._pieces = TextPieces(decoder.tokenizer)
         self._started = time.perf_counter()
         self._ended = False
-        self.committed: list[int] = []
-        self.accepted = 0
+        self.parts: list[tuple[str, bool]] = []
         self.output: GenerationOutput | None = None
 
     def __next__(self) -> str:
@@ -343,14 +341,15 @@ class Stream(Iterator[str]):
             committed = next(self._run, None)
             if committed is None:
                 self.close()
-                piece = self._pieces.end()
+                parts = [(self._pieces.end(), False)]
             else:
-                self.committed = committed[0][1]
-                records = self._generation.records
-                self.accepted = records[-1].accepted[0] if records else 0
-                piece = self._pieces.add(self.committed)
-            if piece:
-                return piece
+                tokens, records = committed[0][1], self._generation.records
+                accepted = records[-1].accepted[0] if records else 0
+                halves = ((tokens[:accepted], True), (tokens[accepted:], False))
+                parts = [(self._pieces.add(half), drafted) for half, drafted in halves if half]
+            self.parts = [(text, drafted) for text, drafted in parts if text]
+            if self.parts:
+                return "".join(text for text, _ in self.parts)
 
     def close(self) -> None:
         """Stop here; `output` holds what was written so far."""
