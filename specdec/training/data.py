@@ -13,27 +13,36 @@ that was killed goes on with the shard it was in, and gives the rows it would ha
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 from filelock import FileLock, Timeout
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from pydantic import Field
 
+from specdec.config import TargetConfig
 from specdec.errors import SpecdecError
-from specdec.model import CachedModel
+from specdec.params import Params
+from specdec.target import Target
+from specdec.training.files import (
+    read_json,
+    read_jsonl,
+    read_stats,
+    shards,
+    stats_path,
+    write_atomically,
+)
 from specdec.training.openers import OPENERS, Opener
+from specdec.training.overlap import NearDuplicates, words_of
 from specdec.training.pool import DISTINCT_SHARE, NGRAM, GenerationPool, Job, distinct_share
+from specdec.training.prompts import load_prompts
 
 FORMAT = 1
 QUESTION_TOP_P = 0.95
@@ -41,40 +50,48 @@ FOLLOW_UP_TOKENS = 100
 SHORTEST_TRIMMED = 16
 
 
-@dataclass(frozen=True)
-class DataSettings:
-    """What decides the rows of a data folder; stored in its `data.json`.
+class DataConfig(Params):
+    """What `specdec data` reads. All but `out` and `answer_tokens` decide the rows."""
 
-    Attributes:
-        target: name of the target, for the record.
-        prompts: None lets the target write its questions; otherwise a JSONL file or a `datasets`
-            name (`name`, `name:split` or `name/config:split`).
-        seed: of every draw.
-        shard_size: conversations in a shard.
-        batch_size: rows generated together.
-        max_question, max_answer: most tokens of each.
-        greedy_share: share of the answers decoded greedily; the others are drawn at temperature 1.
-        opened_share: share of the questions whose first words are given (see `openers.py`).
-        second_turn_share: share of the conversations with a second question and answer.
-        loops: "drop" leaves out an answer with less than 70 % distinct 8-grams; "trim" keeps the
-            part of it before the repetition.
-    """
+    target: TargetConfig = Field(
+        default_factory=lambda: TargetConfig.model_validate({}), description="the model that writes"
+    )
+    out: Path = Field(description="folder of the shards")
+    answer_tokens: int = Field(1_000_000, ge=1, description="stop at this many tokens of answers")
+    prompts: str | None = Field(
+        None,
+        description="a JSONL file, or a `datasets` name (NAME or NAME:SPLIT); by default the "
+        "target writes the questions itself",
+    )
+    seed: int = Field(0, ge=0, description="seed of every draw")
+    batch_size: int = Field(64, ge=1, description="texts generated together")
+    shard_size: int = Field(512, ge=1, description="conversations in a shard")
+    max_question: int = Field(200, ge=1, description="most tokens of a question")
+    max_answer: int = Field(256, ge=1, description="most tokens of an answer")
+    greedy_share: float = Field(
+        0.5, ge=0, le=1, description="share decoded greedily; the rest is drawn at temperature 1"
+    )
+    opened_share: float = Field(
+        0.5, ge=0, le=1, description="share of the own questions that begin with given words"
+    )
+    second_turn_share: float = Field(
+        0.2, ge=0, le=1, description="share of the own conversations with a second question"
+    )
+    loops: Literal["drop", "trim"] = Field(
+        "drop",
+        description="an answer with less than 70 % distinct 8-grams is left out (drop), or kept up "
+        "to where it begins to repeat itself (trim)",
+    )
 
-    target: str
-    prompts: str | None = None
-    seed: int = 0
-    shard_size: int = 512
-    batch_size: int = 64
-    max_question: int = 200
-    max_answer: int = 256
-    greedy_share: float = 0.5
-    opened_share: float = 0.5
-    second_turn_share: float = 0.2
-    loops: str = "drop"
+    def record(self) -> dict[str, Any]:
+        """What decides the rows, as it stands in `data.json`."""
+        decides = self.model_dump(mode="json", exclude={"target", "out", "answer_tokens"})
+        target = {"model": self.target.model, "dtype": self.target.dtype}
+        return {"format": FORMAT, "target": target, **decides}
 
 
 @dataclass
-class Progress:
+class DataProgress:
     """How far a running synthesis is; `counts` are those of the shard in work."""
 
     shard: int
@@ -86,7 +103,7 @@ class Progress:
 
 
 class DataSynthesis:
-    """Fills the folder `out` with shards until they hold `answer_tokens` tokens of answers.
+    """Fills a data folder with shards until they hold `answer_tokens` tokens of answers.
 
     Raises:
         SpecdecError: the folder was made with other settings or is being filled by another
@@ -94,21 +111,14 @@ class DataSynthesis:
             prompt source is empty or unreadable, or the disk is full.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: DataSettings,
-        out: Path,
-    ) -> None:
-        self.model, self.settings, self.out = CachedModel(model), settings, out
-        self.turns = ChatTurns(tokenizer, model)
-        self._prompts = load_prompts(settings.prompts) if settings.prompts else None
+    def __init__(self, target: Target, config: DataConfig) -> None:
+        self.target, self.config, self.out = target, config, config.out
+        self.turns = ChatTurns(target)
+        self._prompts = load_prompts(config.prompts) if config.prompts else None
 
-    def run(
-        self, answer_tokens: int, report: Callable[[Progress], None] | None = None
-    ) -> Counter[str]:
+    def run(self, report: Callable[[DataProgress], None] | None = None) -> Counter[str]:
         """Make what is missing; returns the counts over all shards."""
+        answer_tokens = self.config.answer_tokens
         with _folder_lock(self.out):
             self._claim_folder()
             done = shards(self.out)
@@ -122,25 +132,25 @@ class DataSynthesis:
             return totals
 
     def _exhausted(self, shard: int) -> bool:
-        return self._prompts is not None and shard * self.settings.shard_size >= len(self._prompts)
+        return self._prompts is not None and shard * self.config.shard_size >= len(self._prompts)
 
     def _make_shard(self, shard: int, clock: _Clock) -> Counter[str]:
         talks = self._conversations(shard)
         # Long ones together: a step costs what its longest row costs.
         talks.sort(key=lambda talk: (-talk.longest, talk.number))
         jobs = [job for talk in talks if (job := talk.first_job()) is not None]
-        pool = GenerationPool(self.model, self.settings.batch_size)
+        pool = GenerationPool(self.target, self.config.batch_size)
         pool.run(jobs, lambda: clock.tick(shard, talks))
         talks.sort(key=lambda talk: talk.number)
         rows = [row for talk in talks for row in talk.rows]
         stats = sum((talk.counts for talk in talks), Counter())
         path = self.out / f"shard-{shard:05d}.jsonl"
-        write_atomically(_stats_path(path), json.dumps(stats, indent=1))
+        write_atomically(stats_path(path), json.dumps(stats, indent=1))
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
         return stats
 
     def _conversations(self, shard: int) -> list[Conversation]:
-        size = self.settings.shard_size
+        size = self.config.shard_size
         numbers = range(shard * size, (shard + 1) * size)
         prompts: list[list[str]] | None = None
         if self._prompts is not None:
@@ -152,14 +162,14 @@ class DataSynthesis:
             for row in read_jsonl(path):
                 if row["turn"] == 0:
                     seen.add(row["question"])
-        limit = self.model.max_positions
+        limit = self.target.max_positions
         return [
-            Conversation(number, self.settings, self.turns, seen, limit, given)
+            Conversation(number, self.config, self.turns, seen, limit, given)
             for number, given in zip(numbers, prompts or [[]] * len(numbers), strict=True)
         ]
 
     def _claim_folder(self) -> None:
-        record = {"format": FORMAT, **asdict(self.settings)}
+        record = self.config.record()
         path = self.out / "data.json"
         if not path.exists():
             if shards(self.out):
@@ -200,37 +210,36 @@ class ChatTurns:
         ends: ids that end a turn.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-        if not tokenizer.chat_template:
+    def __init__(self, target: Target) -> None:
+        tokenizer = target.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
             raise SpecdecError(
-                f"the tokenizer of {model.name_or_path or 'the target'} has no chat template, so "
-                "it cannot write a user's questions: use a chat model as target"
+                f"{target.model.name_or_path or 'the target'} has no chat template, so it cannot "
+                "write what a user would say: use a chat model as target"
             )
-        said = ["\u2402first\u2402", "\u2402second\u2402", "\u2402third\u2402"]
-        roles = ("user", "assistant", "user")
-        text = tokenizer.apply_chat_template(
-            [{"role": role, "content": words} for role, words in zip(roles, said, strict=True)],
+        self.tokenizer = tokenizer
+        first, second, third = (f"\u2402{number}\u2402" for number in range(3))
+        self.opening, self.to_answer = self._between([first])
+        self.to_user = self._between([first, second, third])[2]
+        ends = target.default_eos
+        ids = [*(ends if isinstance(ends, list) else [ends]), *tokenizer.all_special_ids]
+        self.ends = frozenset(index for index in ids if index is not None)
+
+    def _between(self, said: list[str]) -> list[list[int]]:
+        """Ids of what the template puts before, between and after these turns."""
+        roles = ("user", "assistant") * len(said)
+        text = self.tokenizer.apply_chat_template(
+            [{"role": role, "content": words} for role, words in zip(roles, said, strict=False)],
             tokenize=False,
             add_generation_prompt=True,
         )
-        parts = re.split("|".join(said), str(text))
-        if len(parts) != 4:
-            raise SpecdecError("the chat template changes or leaves out what the user says")
-        first = tokenizer.apply_chat_template(
-            [{"role": "user", "content": said[0]}], tokenize=False, add_generation_prompt=True
-        )
-        opening, to_answer = str(first).split(said[0])
-        self.tokenizer = tokenizer
-        self.opening, self.to_answer = self.encode(opening), self.encode(to_answer)
-        self.to_user = self.encode(parts[2])
-        configured = getattr(model.generation_config, "eos_token_id", None)
-        ends = configured if isinstance(configured, list) else [configured]
-        self.ends = frozenset(
-            i for i in [*ends, tokenizer.eos_token_id, *tokenizer.all_special_ids] if i is not None
-        )
+        parts = re.split("|".join(said), text)
+        if len(parts) != len(said) + 1:
+            raise SpecdecError("the target's chat template changes or leaves out what is said")
+        return [self.encode(part) for part in parts]
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -247,26 +256,26 @@ class Conversation:
     def __init__(
         self,
         number: int,
-        settings: DataSettings,
+        config: DataConfig,
         turns: ChatTurns,
         seen: NearDuplicates,
         limit: int | None,
         given: list[str],
     ) -> None:
-        self.number, self.settings, self.turns = number, settings, turns
+        self.number, self.config, self.turns = number, config, turns
         self.seen, self.limit, self.given = seen, limit, given
         self.rows: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter(conversations=1)
         self.question = ""
-        draw = random.Random(f"{settings.seed}/{number}")
-        self.greedy = draw.random() < settings.greedy_share
-        self.turn_count = 2 if draw.random() < settings.second_turn_share else 1
-        self.opener = _draw_opener(draw, settings)
+        draw = random.Random(f"{config.seed}/{number}")
+        self.greedy = draw.random() < config.greedy_share
+        self.turn_count = 2 if draw.random() < config.second_turn_share else 1
+        self.opener = _draw_opener(draw, config)
         self.opened = turns.encode(draw.choice(self.opener.texts)) if self.opener else []
         self.asked = [turns.encode(text) for text in given]
         if given:
             self.opener, self.turn_count = None, len(given)
-        self.question_tokens = self.opener.max_new if self.opener else settings.max_question
+        self.question_tokens = self.opener.max_new if self.opener else config.max_question
         self.longest = self._longest()
 
     def _longest(self) -> int:
@@ -277,7 +286,7 @@ class Conversation:
         if not self.asked:
             said = len(self.opened) + self.question_tokens
             said += (self.turn_count - 1) * FOLLOW_UP_TOKENS
-        return glue + said + self.turn_count * self.settings.max_answer
+        return glue + said + self.turn_count * self.config.max_answer
 
     def first_job(self) -> Job | None:
         """The job that starts it; None when it is refused at once."""
@@ -297,7 +306,7 @@ class Conversation:
             context + opened,
             limit,
             self.turns.ends,
-            seed=f"{self.settings.seed}/{self.number}/question{turn}",
+            seed=f"{self.config.seed}/{self.number}/question{turn}",
             top_p=QUESTION_TOP_P,
             then=lambda job: self._asked(job, opened, turn),
         )
@@ -314,7 +323,7 @@ class Conversation:
         return self._answer_job(job.prompt + said, question, turn)
 
     def _fault(self, job: Job, question: str, turn: int) -> str | None:
-        if len(normalise(question)) < 2:
+        if len(words_of(question)) < 2:
             return "empty_question"
         if _loops(job):
             return "looping_question"
@@ -325,9 +334,9 @@ class Conversation:
     def _answer_job(self, context: list[int], question: str, turn: int) -> Job:
         return Job(
             context + self.turns.to_answer,
-            self.settings.max_answer,
+            self.config.max_answer,
             self.turns.ends,
-            seed=None if self.greedy else f"{self.settings.seed}/{self.number}/answer{turn}",
+            seed=None if self.greedy else f"{self.config.seed}/{self.number}/answer{turn}",
             then=lambda job: self._answered(job, question, turn),
         )
 
@@ -338,7 +347,7 @@ class Conversation:
         if _loops(job):
             self.counts["looping_answers"] += 1
             kept = before_repetition(job.output)
-            if self.settings.loops == "trim" and len(kept) >= SHORTEST_TRIMMED:
+            if self.config.loops == "trim" and len(kept) >= SHORTEST_TRIMMED:
                 self._keep(job, question, turn, kept, "loop")
             return None
         self._keep(job, question, turn, job.output, str(job.finish))
@@ -355,7 +364,7 @@ class Conversation:
         category = "given" if self.given else self.opener.category if self.opener else "open"
         self.rows.append(
             {
-                "id": f"{self.settings.seed}-{self.number:08d}-{turn}",
+                "id": f"{self.config.seed}-{self.number:08d}-{turn}",
                 "category": category,
                 "turn": turn,
                 "sampled": not self.greedy,
@@ -367,8 +376,8 @@ class Conversation:
         )
 
 
-def _draw_opener(draw: random.Random, settings: DataSettings) -> Opener | None:
-    if draw.random() >= settings.opened_share:
+def _draw_opener(draw: random.Random, config: DataConfig) -> Opener | None:
+    if draw.random() >= config.opened_share:
         return None
     return draw.choices(OPENERS, [opener.weight for opener in OPENERS])[0]
 
@@ -399,231 +408,12 @@ def before_repetition(ids: list[int]) -> list[int]:
     return kept
 
 
-class NearDuplicates:
-    """Questions seen so far, found again by MinHash over their runs of three words.
-
-    Two questions count as the same when an estimated 60 % of those runs are shared. 64 hashes in
-    16 bands of 4 make it likely that such a pair meets in one band.
-    """
-
-    HASHES, BANDS, SIMILAR, SHINGLE = 64, 16, 0.6, 3
-
-    def __init__(self) -> None:
-        draw = np.random.default_rng(0)
-        self._scale = draw.integers(1, 2**32, self.HASHES, dtype=np.uint64) | np.uint64(1)
-        self._shift = draw.integers(0, 2**32, self.HASHES, dtype=np.uint64)
-        self._signatures: list[np.ndarray] = []
-        self._bands: dict[bytes, list[int]] = {}
-
-    def add(self, text: str) -> bool:
-        """Remember `text`; False when something much like it is there already."""
-        signature = self._signature(text)
-        keys = [
-            bytes([band]) + part.tobytes()
-            for band, part in enumerate(np.split(signature, self.BANDS))
-        ]
-        for other in {other for key in keys for other in self._bands.get(key, ())}:
-            if (self._signatures[other] == signature).mean() >= self.SIMILAR:
-                return False
-        for key in keys:
-            self._bands.setdefault(key, []).append(len(self._signatures))
-        self._signatures.append(signature)
-        return True
-
-    def _signature(self, text: str) -> np.ndarray:
-        words = normalise(text)
-        grams = {
-            " ".join(words[i : i + self.SHINGLE])
-            for i in range(max(len(words) - self.SHINGLE + 1, 1))
-        }
-        hashed = np.array([_hash32(gram) for gram in grams], dtype=np.uint64)
-        mixed = (hashed[:, None] * self._scale + self._shift) >> np.uint64(32)
-        return mixed.min(0)
-
-
-def _hash32(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
-
-
-def normalise(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation."""
-    return re.findall(r"\w+", text.lower())
-
-
-@dataclass
-class Overlap:
-    """How much of one benchmark question stands in the data: `share` of its word 8-grams."""
-
-    question: str
-    share: float
-    rows: list[str] = field(default_factory=list)
-
-    @property
-    def contaminated(self) -> bool:
-        """At least a fifth, the border that Touvron et al. (2023, Llama 2, A.6) call not clean."""
-        return self.share >= 0.2
-
-
-def find_overlap(
-    texts: Iterable[tuple[str, str]], questions: Iterable[str], n: int = 8
-) -> list[Overlap]:
-    """Benchmark `questions` of which some run of `n` words stands in `texts` ((id, text) pairs).
-
-    A question of fewer than `n` words is looked for as a whole.
-    """
-    wanted: dict[tuple[str, ...], list[int]] = {}
-    asked = list(dict.fromkeys(questions))
-    grams = [_word_grams(normalise(question), n) for question in asked]
-    for index, own in enumerate(grams):
-        for gram in own:
-            wanted.setdefault(gram, []).append(index)
-    lengths = {len(gram) for gram in wanted}
-    found: dict[int, dict[tuple[str, ...], str]] = {}
-    for name, text in texts:
-        words = normalise(text)
-        for length in lengths:
-            for start in range(len(words) - length + 1):
-                gram = tuple(words[start : start + length])
-                for index in wanted.get(gram, ()):
-                    found.setdefault(index, {}).setdefault(gram, name)
-    overlaps = [
-        Overlap(asked[index], len(hits) / len(grams[index]), sorted(set(hits.values())))
-        for index, hits in found.items()
-    ]
-    return sorted(overlaps, key=lambda overlap: -overlap.share)
-
-
-def _word_grams(words: list[str], n: int) -> set[tuple[str, ...]]:
-    if not words:
-        return set()
-    return {tuple(words[i : i + n]) for i in range(max(len(words) - n + 1, 1))}
-
-
-def load_prompts(source: str) -> list[list[str]]:
-    """The user turns of every conversation in a JSONL file or a `datasets` name.
-
-    A line has `turns` (a list of user messages), or `prompt`, `question` or `instruction` (one
-    message), or `messages` (a chat, of which the user's messages are taken).
-    """
-    path = Path(source)
-    rows = read_jsonl(path) if path.suffix in {".jsonl", ".json"} else _dataset_rows(source)
-    prompts = []
-    for number, row in enumerate(rows, 1):
-        turns = _user_turns(row)
-        if not turns:
-            raise SpecdecError(
-                f"{source}, row {number}: no prompt found (keys: {', '.join(row)}); expected "
-                "one of turns, messages, prompt, question, instruction"
-            )
-        prompts.append(turns)
-    if not prompts:
-        raise SpecdecError(f"{source} holds no prompts")
-    return prompts
-
-
-def _user_turns(row: dict[str, Any]) -> list[str]:
-    if row.get("turns"):
-        return [str(turn) for turn in row["turns"]]
-    if row.get("messages"):
-        return [str(m["content"]) for m in row["messages"] if m.get("role") == "user"]
-    for key in ("prompt", "question", "instruction"):
-        if row.get(key):
-            return [str(row[key])]
-    return []
-
-
-def _dataset_rows(source: str) -> Iterator[dict[str, Any]]:
-    name, _, split = source.partition(":")
-    try:
-        import datasets
-    except ImportError:
-        raise SpecdecError(
-            f"prompts {source!r}: not a JSONL file, and reading it as a data set's name needs the "
-            "package `datasets` (pip install datasets)"
-        ) from None
-    try:
-        return iter(datasets.load_dataset(name, split=split or "train"))
-    except Exception as error:
-        raise SpecdecError(
-            f"prompts {source!r}: neither a JSONL file nor a data set that `datasets` can load "
-            f"({error})"
-        ) from error
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; a line that is none is named in the error."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise SpecdecError(f"{path}, line {number}: not JSON ({error})") from error
-                if not isinstance(row, dict):
-                    raise SpecdecError(f"{path}, line {number}: expected an object, found {row!r}")
-                yield row
-    except OSError as error:
-        raise SpecdecError(f"cannot read {path}: {error.strerror}") from error
-
-
-def shards(folder: Path) -> list[Path]:
-    """The complete shards of a data folder, in order; they must be numbered without a gap."""
-    found = sorted(folder.glob("shard-?????.jsonl"))
-    for number, path in enumerate(found):
-        if path.name != f"shard-{number:05d}.jsonl":
-            raise SpecdecError(f"{folder}: shard {number} is missing, though {path.name} is there")
-    return found
-
-
-def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every row of a data folder, in order."""
-    for path in shards(folder):
-        yield from read_jsonl(path)
-
-
-def read_stats(shard: Path) -> Counter[str]:
-    """What was made and dropped in a shard."""
-    return Counter(read_json(_stats_path(shard)))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise SpecdecError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise SpecdecError(f"{path}: not a JSON object ({error})") from error
-
-
-def _stats_path(shard: Path) -> Path:
-    return shard.with_suffix(".stats.json")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is either there in full or not at all, also after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise SpecdecError(
-            f"cannot write {path}: {error.strerror}; what was complete before is kept"
-        ) from error
-
-
 class _Clock:
     """Turns the state of the shard in work into a Progress now and then."""
 
     EVERY_S = 1.0
 
-    def __init__(self, done: int, goal: int, report: Callable[[Progress], None] | None) -> None:
+    def __init__(self, done: int, goal: int, report: Callable[[DataProgress], None] | None) -> None:
         self.done = self.first_done = done
         self.goal, self.report = goal, report
         self.started = self.last = time.monotonic()
@@ -637,4 +427,4 @@ class _Clock:
         answered = self.done + counts["answer_tokens"]
         rate = (answered - self.first_done) / (now - self.started)
         left = max(self.goal - answered, 0) / rate if rate else float("inf")
-        self.report(Progress(shard, answered, self.goal, rate, left, counts))
+        self.report(DataProgress(shard, answered, self.goal, rate, left, counts))

@@ -22,6 +22,7 @@ class Opener:
 
 _PASSAGE_TOKENS = 320
 
+# fmt: off
 OPENERS = (
     Opener(
         "writing",

@@ -1,0 +1,80 @@
+"""The files of a data folder, read with errors that say where, and written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecdecError
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file; a line that is none is named in the error."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise SpecdecError(f"{path}, line {number}: not JSON ({error})") from error
+                if not isinstance(row, dict):
+                    raise SpecdecError(f"{path}, line {number}: expected an object, found {row!r}")
+                yield row
+    except OSError as error:
+        raise SpecdecError(f"cannot read {path}: {error.strerror}") from error
+
+
+def shards(folder: Path) -> list[Path]:
+    """The complete shards of a data folder, in order; they must be numbered without a gap."""
+    found = sorted(folder.glob("shard-?????.jsonl"))
+    for number, path in enumerate(found):
+        if path.name != f"shard-{number:05d}.jsonl":
+            raise SpecdecError(f"{folder}: shard {number} is missing, though {path.name} is there")
+    return found
+
+
+def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every row of a data folder, in order."""
+    for path in shards(folder):
+        yield from read_jsonl(path)
+
+
+def read_stats(shard: Path) -> Counter[str]:
+    """What was made and dropped in a shard."""
+    return Counter(read_json(stats_path(shard)))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise SpecdecError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise SpecdecError(f"{path}: not a JSON object ({error})") from error
+
+
+def stats_path(shard: Path) -> Path:
+    return shard.with_suffix(".stats.json")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that is either there in full or not at all, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise SpecdecError(
+            f"cannot write {path}: {error.strerror}; what was complete before is kept"
+        ) from error
