@@ -19,6 +19,7 @@ POLICIES = {
     "heuristic": "specdec.policies.heuristic:HeuristicPolicy",
     "svip": "specdec.policies.svip:SVIPPolicy",
     "confidence": "specdec.policies.confidence:ConfidencePolicy",
+    "oracle": "specdec.policies.oracle:OraclePolicy",
 }
 
 

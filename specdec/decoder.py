@@ -233,13 +233,11 @@ class SpeculativeDecoder:
         _check_config(generation_config, synced_gpus)
         prompts = unpad(input_ids, _pop_mask(model_kwargs))
         keep_scores = bool(generation_config.output_scores or generation_config.output_logits)
-        generation = Generation(
-            self.target,
-            self.drafter,
-            self.policy,
-            _request_of(prompts, input_ids, logits_processor, stopping_criteria,
-                        generation_config, keep_scores),
-        )  # fmt: skip
+        request = _request_of(
+            prompts, input_ids, logits_processor, stopping_criteria, generation_config, keep_scores
+        )
+        request.auto_off = self.settings.auto_off
+        generation = Generation(self.target, self.drafter, self.policy, request)
         _check_streamer(streamer, len(prompts))
         for committed in generation.run():
             if streamer is not None:
@@ -281,6 +279,7 @@ class SpeculativeDecoder:
             min_new_tokens=[chosen.min_new_tokens] * len(prompts),
             keep_scores=output_scores,
             keep_trees=keep_trees,
+            auto_off=chosen.auto_off,
             observers=round_observers(),
         )
         previous = None if continue_from is None else continue_from.generation

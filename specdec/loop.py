@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from specdec.auto_off import AutoOff
 from specdec.draft import DraftStep, DraftTree, RoundOutcome
 from specdec.drafters.base import Drafter
 from specdec.generation import StopRules
@@ -39,6 +40,7 @@ class Request:
         min_new_tokens: of each row, before which it may not end.
         keep_scores: keep the target's processed scores and raw logits of every new token.
         keep_trees: keep every round's draft tree in its record (for looking at).
+        auto_off: rounds after which a row whose drafts have not paid stops drafting for a while.
         observers: called with every round's record.
     """
 
@@ -50,6 +52,7 @@ class Request:
     min_new_tokens: list[int] = field(default_factory=list)
     keep_scores: bool = False
     keep_trees: bool = False
+    auto_off: int | None = None
     observers: Sequence[Callable[[RoundRecord], None]] = ()
 
 
@@ -79,6 +82,8 @@ class Generation:
         self.scores: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.texts]
         self.records: list[RoundRecord] = []
         self.prefill_seconds = 0.0
+        rounds = request.auto_off
+        self.auto_off = None if rounds is None else AutoOff(rounds, len(self.texts))
         self.state = self._new_state()
         self.drafter = self._take_over(drafter, previous)
         self.policy.start(len(self.texts))
@@ -334,6 +339,8 @@ class Generation:
                 limit = max(0, drafter_context - length)
                 if limit == 0:
                     self._warn_short_context(drafter_context)
+            if self.auto_off is not None and not self.auto_off.drafts(row):
+                limit = 0
             self.state.limits[place] = limit
 
     def _warn_short_context(self, positions: int) -> None:
@@ -347,6 +354,8 @@ class Generation:
 
     def _record(self, record: RoundRecord) -> None:
         self.records.append(record)
+        if self.auto_off is not None:
+            self.auto_off.observe(record)
         for observer in self.request.observers:
             observer(record)
         if len(self.records) == ROUNDS_BEFORE_WARNING and any(

@@ -20,7 +20,11 @@ from typing import Any
 
 import torch
 
+from specdec.diagnosis import Diagnosis
 from specdec.draft import RoundOutcome
+
+ROUNDS_TO_JUDGE = 8
+"""With fewer rounds nothing is said about whether drafting pays."""
 
 
 @dataclass
@@ -80,6 +84,7 @@ class Statistics:
     other_s: float = 0.0
     wall_s: float = 0.0
     tokens_per_s: float = 0.0
+    diagnosis: str | None = None
 
     @classmethod
     def from_rounds(
@@ -94,6 +99,7 @@ class Statistics:
 
         `alpha_by_position[i]` is the share of rounds that drafted position i in which it was
         accepted; the conditional one counts only rounds in which everything before it was.
+        `diagnosis` is a sentence where drafting made the whole slower than plain decoding.
         """
         records = list(records)
         counted = _Counts()
@@ -104,7 +110,7 @@ class Statistics:
         draft_s = sum(record.draft_seconds for record in records)
         verify_s = sum(record.verify_seconds for record in records)
         whole = row is None
-        return cls(
+        statistics = cls(
             new_tokens=new_tokens,
             rounds=counted.rounds,
             drafted=counted.drafted,
@@ -121,6 +127,17 @@ class Statistics:
             wall_s=wall_s if whole else 0.0,
             tokens_per_s=_ratio(new_tokens, wall_s) if whole else 0.0,
         )
+        if whole and wall_s and counted.rounds >= ROUNDS_TO_JUDGE:
+            statistics.diagnosis = _diagnosis(statistics, records)
+        return statistics
+
+
+def _diagnosis(statistics: Statistics, records: list[RoundRecord]) -> str | None:
+    plain = [record for record in records if not any(record.drafted)]
+    rows = sum(len(record.rows) for record in plain)
+    seconds = sum(record.verify_seconds for record in plain)
+    diagnosis = Diagnosis.of(statistics, seconds / rows if rows >= ROUNDS_TO_JUDGE else None)
+    return diagnosis.sentence() if diagnosis.slow else None
 
 
 class _Counts:

@@ -78,15 +78,25 @@ def make_drafter(choice: Any, where: str = "drafter") -> Drafter | None:
     return _make("drafter", wrapper, {"base": drafter, **options}, f"{where}.expand")
 
 
-def make_policy(choice: Any, where: str = "policy") -> LengthPolicy:
+def make_policy(choice: Any, where: str = "policy", analysis: bool = False) -> LengthPolicy:
     """A length policy from what a person wrote: a name, a mapping with `name`, or an instance.
+
+    Args:
+        analysis: whether one for analysis only (`oracle`) is accepted.
 
     Raises:
         SpecdecError: an unknown name, or parameters that the policy does not accept.
     """
     if isinstance(choice, Configurable):
         return choice  # type: ignore[return-value]
-    return _make("policy", *_split(choice, where), where)
+    name, parameters = _split(choice, where)
+    policy: LengthPolicy = _make("policy", name, parameters, where)
+    if policy.analysis_only and not analysis:
+        raise SpecdecError(
+            f"{where}.name: '{name}' is for analysis: it has to know the answer before it is "
+            "written, so it works in 'specdec bench' only. Choose another policy."
+        )
+    return policy
 
 
 def round_observers() -> list[Callable[[RoundRecord], None]]:

@@ -4,6 +4,7 @@ from specdec.policies.base import LengthPolicy
 from specdec.policies.confidence import ConfidencePolicy
 from specdec.policies.fixed import FixedPolicy
 from specdec.policies.heuristic import HeuristicPolicy
+from specdec.policies.oracle import OraclePolicy
 from specdec.policies.svip import SVIPPolicy
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "FixedPolicy",
     "HeuristicPolicy",
     "LengthPolicy",
+    "OraclePolicy",
     "SVIPPolicy",
 ]

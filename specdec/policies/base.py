@@ -24,6 +24,8 @@ class LengthPolicy(Configurable):
 
     summary: str = ""
     source: str = ""
+    analysis_only: bool = False
+    """Whether it knows what no policy can know; only `specdec bench` works with such a one."""
 
     def start(self, batch_size: int) -> None:
         """Called once at the beginning of a generation of `batch_size` rows."""
