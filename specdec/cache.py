@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specdec.host import send
+
 INITIAL_SLOTS = 256
 
 
@@ -40,7 +42,12 @@ class SlotCache(Cache):
         return self._placement.used
 
     def update(  # type: ignore[override]
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         while len(self.layers) <= layer_idx:
             self.layers.append(SlotLayer())
@@ -62,7 +69,7 @@ class SlotCache(Cache):
         """
         if any(nodes != list(range(len(nodes))) for nodes in path_nodes):
             longest = max(len(nodes) for nodes in path_nodes)
-            base = torch.tensor(self.lengths, device=path.device)
+            base = send(self.lengths, path.device)
             source = base[:, None] + path[:, :longest]
             target = Placement(list(self.lengths), longest)
             for layer in self.layers:
@@ -93,7 +100,7 @@ class Placement:
     def index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row `[B, 1]` and slot `[B, count]` of every token; made once a pass, for all layers."""
         if self._index is None or self._index[0].device != device:
-            starts = torch.tensor(self.starts, device=device)[:, None]
+            starts = send(self.starts, device)[:, None]
             rows = torch.arange(len(self.starts), device=device)[:, None]
             self._index = rows, starts + torch.arange(self.count, device=device)
         return self._index

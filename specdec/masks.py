@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.host import send
+
 
 def causal(starts: list[int], count: int, used: int, device: torch.device) -> Tensor:
     """`[B or 1, count, used]` True where a query reads a slot: all slots up to its own.
@@ -72,4 +74,4 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _column(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device)[:, None]
+    return send(values, device)[:, None]

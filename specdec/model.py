@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from specdec import masks
 from specdec.cache import SlotCache
 from specdec.errors import SpecdecError
+from specdec.host import send
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -105,10 +106,10 @@ class CachedModel:
         visible: Tensor | None,
         positions: Tensor | None,
     ) -> dict[str, Any]:
-        batch, count = tokens.shape
+        count = tokens.shape[1]
         cache.place(starts, count)
         if positions is None:
-            first = torch.tensor(starts, device=tokens.device)[:, None]
+            first = send(starts, tokens.device)[:, None]
             positions = first + torch.arange(count, device=tokens.device)
         if visible is None:
             allowed = masks.causal(starts, count, cache.used, tokens.device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.cache import SlotCache
+from specdec.host import send
 from specdec.sampling import Sampler
 
 
@@ -57,20 +58,21 @@ class GenerationState:
     @property
     def last_positions(self) -> Tensor:
         """`[B]` position of the root of each row."""
-        return torch.tensor(self.lengths, device=self.device) - 1
+        return send(self.lengths, self.device) - 1
 
     def append(self, tokens: list[list[int]]) -> None:
         """Commit tokens to each row (host lists of any length)."""
-        longest = max(length + len(new) for length, new in zip(self.lengths, tokens, strict=True))
+        longest = max(self.lengths) + max(map(len, tokens))
         if longest > self.ids.shape[1]:
             grown = self.ids.new_zeros(self.ids.shape[0], 2 * longest)
             grown[:, : self.ids.shape[1]] = self.ids
             self.ids = grown
-        for row, new in enumerate(tokens):
-            if new:
-                start = self.lengths[row]
-                self.ids[row, start : start + len(new)] = torch.tensor(new)
-                self.lengths[row] += len(new)
+        width = max(map(len, tokens))
+        padded = [new + [0] * (width - len(new)) for new in tokens]
+        places = self.last_positions[:, None] + torch.arange(1, width + 1, device=self.device)
+        # Rows with fewer tokens get zeros behind their end, which the next tokens overwrite.
+        self.ids.scatter_(1, places, send(padded, self.device).long())
+        self.lengths = [length + len(new) for length, new in zip(self.lengths, tokens, strict=True)]
 
     def keep_rows(self, rows: list[int]) -> None:
         """Only these rows stay; the others have finished."""

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from specdec.cache import SlotCache
 from specdec.draft import DraftTree, RoundOutcome
 from specdec.errors import SpecdecError
+from specdec.host import send
 from specdec.model import CachedModel
 
 if TYPE_CHECKING:
@@ -107,9 +108,9 @@ class Target(CachedModel):
         """One piece of each row's prompt; `logits [B, 1, V]` of the last token of each row's piece."""
         longest = max(counts)
         offsets = torch.arange(longest, device=state.device)
-        first = torch.tensor(starts, device=state.device)[:, None]
+        first = send(starts, state.device)[:, None]
         index = (first + offsets).clamp_max(state.ids.shape[1] - 1)
-        last = torch.tensor(counts, device=state.device)[:, None] - 1
+        last = send(counts, state.device)[:, None] - 1
         done = self.forward(
             state.ids.gather(1, index),
             state.cache,

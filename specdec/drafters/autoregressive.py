@@ -14,6 +14,7 @@ from specdec.draft import RoundOutcome
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.vocab import DraftVocabulary, load_draft_vocab
 from specdec.errors import SpecdecError
+from specdec.host import send
 from specdec.model import CachedModel
 from specdec.params import Params
 from specdec.state import GenerationState
@@ -76,12 +77,12 @@ class AutoregressiveDrafter(ChainDrafter):
             for length, start, limit in zip(state.lengths, starts, state.limits, strict=True)
         ]
         offsets = torch.arange(max(counts), device=device)
-        index = torch.tensor(starts, device=device)[:, None] + offsets
+        index = send(starts, device)[:, None] + offsets
         ids = state.ids.to(device)
         tokens = ids.gather(1, index.clamp_max(ids.shape[1] - 1)).clamp_max(
             self.model.vocab_size - 1
         )
-        last = torch.tensor(counts, device=device).clamp_min(1) - 1
+        last = send(counts, device).clamp_min(1) - 1
         logits = self._logits(tokens, starts, last)
         self.cache.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         return logits

@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.draft import DraftStep, DraftTree, RoundOutcome
 from specdec.drafters.base import Drafter
 from specdec.errors import SpecdecError
+from specdec.host import send
 from specdec.params import Params
 from specdec.plugins import make_drafter
 from specdec.state import GenerationState
@@ -126,8 +127,8 @@ class CapeDrafter(Drafter):
 
     def _wanted(self, top_prob: Tensor) -> Tensor:
         """Candidates at each position, `[B, D]`, from the top probabilities `[B, D]`."""
-        thresholds = torch.tensor(self.params.thresholds, device=top_prob.device)
-        table = torch.tensor(self.params.candidates, device=top_prob.device)
+        thresholds = send(self.params.thresholds, top_prob.device)
+        table = send(self.params.candidates, top_prob.device)
         return table[torch.bucketize(top_prob, thresholds, right=True)]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specdec.draft import DraftStep, DraftTree
 from specdec.drafters.base import Drafter
+from specdec.host import send
 from specdec.state import GenerationState
 
 
@@ -55,7 +56,7 @@ class ChainDrafter(Drafter):
 
     def finish(self) -> DraftTree:
         tokens = torch.stack(self.tokens, dim=1)
-        valid = torch.tensor(self.alive_at, device=tokens.device).T
+        valid = send(self.alive_at, tokens.device).T
         return DraftTree.chain(
             tokens, valid, torch.stack(self.proposals, dim=1) if self.proposals else None
         )
@@ -75,7 +76,7 @@ class ChainDrafter(Drafter):
             distributions=logits[:, None],
             path_log_prob=(before + log_prob)[:, None],
             rows=self.state.rows,
-            active=torch.tensor(self.alive, device=logits.device)[:, None],
+            active=send(self.alive, logits.device)[:, None],
         )
 
     @staticmethod

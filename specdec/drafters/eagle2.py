@@ -25,6 +25,7 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.checkpoint import check_tensors, read_json, read_weights
 from specdec.drafters.vocab import DraftVocabulary, load_draft_vocab
 from specdec.errors import SpecdecError
+from specdec.host import send
 from specdec.params import Params, validate
 from specdec.plugins import resolve_model
 from specdec.state import GenerationState
@@ -145,7 +146,7 @@ class Eagle2Drafter(Drafter):
         self.drafting = [limit > 0 for limit in state.limits]
         self.sizes = [0] * state.batch_size
         batch = state.batch_size
-        here = torch.tensor(self.drafting, device=self.device)[:, None]
+        here = send(self.drafting, self.device)[:, None]
         none = torch.zeros(batch, 1, 0, dtype=torch.long, device=self.device)
         root = Frontier(
             tokens=state.roots.to(self.device)[:, None],
@@ -298,9 +299,9 @@ class Eagle2Drafter(Drafter):
         if min(counts) == width or not widest:
             return self.frontier, counts
         padded = [places + [0] * (widest - len(places)) for places in kept]
-        running = self.frontier.pick(torch.tensor(padded, device=self.device))
+        running = self.frontier.pick(send(padded, self.device))
         if min(counts) < widest:
-            real = torch.tensor(counts, device=self.device)[:, None]
+            real = send(counts, self.device)[:, None]
             empty = torch.arange(widest, device=self.device) >= real
             running.scores = running.scores.masked_fill(empty, -torch.inf)
         return running, counts
@@ -314,7 +315,7 @@ class Eagle2Drafter(Drafter):
         self.cache.place([length + self.slots for length in base], width)
         self.slots += width
         allowed = masks.behind_prefix(base, running.visible, self.cache.used)
-        level = torch.tensor(base, device=self.device)[:, None] + (self.depth - 1)
+        level = send(base, self.device)[:, None] + (self.depth - 1)
         return self._head(running.tokens, running.features, level.expand(-1, width), allowed)
 
     # --- the committed text ----------------------------------------------------------------------
@@ -338,7 +339,7 @@ class Eagle2Drafter(Drafter):
         if longest <= 0:
             return
         stored = self.features.committed(0)[0][:, 0]
-        first = torch.tensor(starts, device=self.device)[:, None]
+        first = send(starts, self.device)[:, None]
         positions = first + torch.arange(longest, device=self.device)
         features = _pick(stored, positions.clamp_max(stored.shape[1] - 1))
         ids = state.ids.to(self.device)
@@ -347,7 +348,7 @@ class Eagle2Drafter(Drafter):
         allowed = masks.causal(starts, longest, self.cache.used, self.device)
         outputs = self._head(tokens, features, positions, allowed)
         self.cache.lengths = ends
-        last = torch.tensor(counts, device=self.device)[:, None] - 1
+        last = send(counts, self.device)[:, None] - 1
         seed = _pick(outputs, last.clamp_min(0))[:, 0]
         self.seed = torch.where(last >= 0, seed, self.seed)
 

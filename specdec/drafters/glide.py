@@ -26,6 +26,7 @@ from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.checkpoint import check_tensors, read_json, read_weights
 from specdec.drafters.vocab import DraftVocabulary, load_draft_vocab
 from specdec.errors import SpecdecError
+from specdec.host import send
 from specdec.params import Params, validate
 from specdec.plugins import resolve_model
 from specdec.state import GenerationState
@@ -90,10 +91,8 @@ class GlideDrafter(ChainDrafter):
         behind_root: Tensor | None = None
         while starts != ends:
             counts = [min(PREFILL_CHUNK, end - at) for at, end in zip(starts, ends, strict=True)]
-            count = torch.tensor(counts, device=device)
-            index = torch.tensor(starts, device=device)[:, None] + torch.arange(
-                max(counts), device=device
-            )
+            count = send(counts, device)
+            index = send(starts, device)[:, None] + torch.arange(max(counts), device=device)
             hidden = self._read(ids.gather(1, index.clamp_max(ids.shape[1] - 1)), starts)
             last = hidden[every, count.clamp_min(1) - 1]
             if behind_root is not None:
@@ -119,7 +118,7 @@ class GlideDrafter(ChainDrafter):
         self.target = [cache.committed(layer) for layer in self.model.target_layers]
         self.cross_mask = None
         if len(set(cache.lengths)) > 1:
-            lengths = torch.tensor(cache.lengths, device=self.model.device)
+            lengths = send(cache.lengths, self.model.device)
             slots = torch.arange(max(cache.lengths), device=self.model.device)
             self.cross_mask = slots < lengths[:, None, None]
 
@@ -127,9 +126,7 @@ class GlideDrafter(ChainDrafter):
         """`[B, T, H]` for `tokens [B, T]` at positions `starts[b]`, `starts[b] + 1`, ..."""
         device, count = tokens.device, tokens.shape[1]
         self.cache.place(starts, count)
-        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(
-            count, device=device
-        )
+        positions = send(starts, device)[:, None] + torch.arange(count, device=device)
         mask = masks.causal(starts, count, self.cache.used, device)
         return self.model(tokens, positions, self.target, mask, self.cross_mask, self.cache)
 

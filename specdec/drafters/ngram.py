@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.draft import DraftStep, DraftTree
 from specdec.drafters.base import Drafter
-from specdec.host import read
+from specdec.host import read, send
 from specdec.params import Params
 from specdec.state import GenerationState
 
@@ -59,7 +59,7 @@ class NgramDrafter(Drafter):
             distributions=None,
             path_log_prob=torch.zeros(found.shape, device=found.device),
             rows=self.state.rows,
-            active=torch.tensor(self.alive, device=found.device)[:, None],
+            active=send(self.alive, found.device)[:, None],
         )
 
     def extend(self, go_on: list[list[bool]] | Literal[True]) -> bool:
@@ -74,7 +74,7 @@ class NgramDrafter(Drafter):
 
     def finish(self) -> DraftTree:
         found = self.tokens[:, : self.depth]
-        kept = torch.tensor(self.kept, device=found.device)[:, None]
+        kept = send(self.kept, found.device)[:, None]
         return DraftTree.chain(found, torch.arange(self.depth, device=found.device) < kept)
 
     def _look_up(self, state: GenerationState, longest: int) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class NgramDrafter(Drafter):
         usable = (positions < lengths - 1) & (score >= self.params.min_ngram)
         best = torch.where(usable, score * width + positions, -1).max(1)
         start = best.indices[:, None] + 1
-        limits = torch.tensor(state.limits, device=ids.device).clamp_max(longest)
+        limits = send(state.limits, ids.device).clamp_max(longest)
         counts = torch.minimum((lengths - start)[:, 0], limits)
         counts = torch.where(best.values >= 0, counts, 0)
         index = (start + torch.arange(longest, device=ids.device)).clamp_max(width - 1)
