@@ -307,9 +307,7 @@ class SpeculativeDecoder:
             statistics=Statistics.from_rounds(
                 records, sum(map(len, new)), prefill_s=generation.prefill_seconds, wall_s=wall
             ),
-            row_statistics=[
-                Statistics.from_rounds(records, len(tokens), row) for row, tokens in enumerate(new)
-            ],
+            row_statistics=Statistics.of_rows(records, [len(tokens) for tokens in new]),
             rounds=records,
             scores=kept and [[scores for scores, _ in row] for row in kept],
             logits=kept and [[raw for _, raw in row] for row in kept],
@@ -406,7 +404,9 @@ def _pop_mask(model_kwargs: dict[str, Any]) -> Tensor | None:
                     "leave it out, or use decoder.generate(..., continue_from=...)."
                 )
         elif name not in USED_OR_HARMLESS and value is not None:
-            raise SpecdecError(f"custom_generate: argument '{name}' is not supported; leave it out.")
+            raise SpecdecError(
+                f"custom_generate: argument '{name}' is not supported; leave it out."
+            )
     return mask
 
 
@@ -467,9 +467,7 @@ def _as_transformers(
     )
 
 
-def _by_step(
-    rows: list[list[Tensor]] | None, longest: int, pad_id: int
-) -> tuple[Tensor, ...]:
+def _by_step(rows: list[list[Tensor]] | None, longest: int, pad_id: int) -> tuple[Tensor, ...]:
     """A tensor `[B, V]` for each step; a row that has ended is sure of its padding."""
     assert rows is not None
     ended = torch.full_like(rows[0][0], -torch.inf)

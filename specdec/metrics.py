@@ -91,11 +91,10 @@ class Statistics:
         cls,
         records: Iterable[RoundRecord],
         new_tokens: int,
-        row: int | None = None,
         prefill_s: float = 0.0,
         wall_s: float = 0.0,
     ) -> Statistics:
-        """Derive everything from the records; `row` picks one row of the original batch.
+        """Derive everything from the records, all rows together.
 
         `alpha_by_position[i]` is the share of rounds that drafted position i in which it was
         accepted; the conditional one counts only rounds in which everything before it was.
@@ -104,13 +103,31 @@ class Statistics:
         records = list(records)
         counted = _Counts()
         for record in records:
-            for place, owner in enumerate(record.rows):
-                if row is None or owner == row:
-                    counted.add(record, place)
-        draft_s = sum(record.draft_seconds for record in records)
-        verify_s = sum(record.verify_seconds for record in records)
-        whole = row is None
-        statistics = cls(
+            for place in range(len(record.rows)):
+                counted.add(record, place)
+        statistics = cls._counted(counted, new_tokens)
+        statistics.prefill_s = prefill_s
+        statistics.draft_s = draft_s = sum(record.draft_seconds for record in records)
+        statistics.verify_s = verify_s = sum(record.verify_seconds for record in records)
+        statistics.other_s = max(0.0, wall_s - prefill_s - draft_s - verify_s)
+        statistics.wall_s = wall_s
+        statistics.tokens_per_s = _ratio(new_tokens, wall_s)
+        if wall_s and counted.rounds >= ROUNDS_TO_JUDGE:
+            statistics.diagnosis = _diagnosis(statistics, records)
+        return statistics
+
+    @classmethod
+    def of_rows(cls, records: Iterable[RoundRecord], new_tokens: list[int]) -> list[Statistics]:
+        """The counts of each row of the original batch, which has `new_tokens[row]`."""
+        counted = [_Counts() for _ in new_tokens]
+        for record in records:
+            for place, row in enumerate(record.rows):
+                counted[row].add(record, place)
+        return [cls._counted(*pair) for pair in zip(counted, new_tokens, strict=True)]
+
+    @classmethod
+    def _counted(cls, counted: _Counts, new_tokens: int) -> Statistics:
+        return cls(
             new_tokens=new_tokens,
             rounds=counted.rounds,
             drafted=counted.drafted,
@@ -120,16 +137,7 @@ class Statistics:
             alpha_by_position=counted.by_position(counted.reached),
             conditional_alpha_by_position=counted.by_position(counted.tried_at),
             mean_draft_length=_ratio(counted.length, counted.rounds),
-            prefill_s=prefill_s if whole else 0.0,
-            draft_s=draft_s if whole else 0.0,
-            verify_s=verify_s if whole else 0.0,
-            other_s=max(0.0, wall_s - prefill_s - draft_s - verify_s) if whole else 0.0,
-            wall_s=wall_s if whole else 0.0,
-            tokens_per_s=_ratio(new_tokens, wall_s) if whole else 0.0,
         )
-        if whole and wall_s and counted.rounds >= ROUNDS_TO_JUDGE:
-            statistics.diagnosis = _diagnosis(statistics, records)
-        return statistics
 
 
 def _diagnosis(statistics: Statistics, records: list[RoundRecord]) -> str | None:
