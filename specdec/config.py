@@ -105,16 +105,16 @@ def read(
         document = dict(config)
     elif config is not None:
         folder = Path(config).parent
-        document = _parse_file(Path(config), places)
+        document = parse_file(Path(config), places)
     with places.named():
         _check_keys(document)
         _complete(document)
         changes = [([section], value, "") for section, value in overrides.items()]
-        changes += [(*_parse_setting(text), "--set ") for text in settings]
+        changes += [(*parse_setting(text), "--set ") for text in settings]
         # Names first: a new one clears the parameters that belonged to the old one.
         for path, value, place in sorted(changes, key=lambda change: change[0][-1] != "name"):
             places.of[tuple(path)] = place
-            _put(document, path, value)
+            put(document, path, value)
         return _check(document, folder, places)
 
 
@@ -206,7 +206,12 @@ class Places:
 # --- from text to plain data ---------------------------------------------------------------------
 
 
-def _parse_file(path: Path, places: Places) -> dict[str, Any]:
+def parse_file(path: Path, places: Places, keys: Sequence[str] = KEYS) -> dict[str, Any]:
+    """The mapping in a YAML file; `places` learns where each key stands.
+
+    Raises:
+        ConfigError: no such file, no YAML, or no mapping with some of `keys`.
+    """
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
@@ -220,11 +225,11 @@ def _parse_file(path: Path, places: Places) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_yaml_fault(error)}") from None
     if document is None:
-        raise ConfigError(f"{path}: the file is empty. It may have the keys {', '.join(KEYS)}.")
+        raise ConfigError(f"{path}: the file is empty. It may have the keys {', '.join(keys)}.")
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(
-            f"{path}: not a configuration: expected the keys {', '.join(KEYS)}, each with its "
-            f"section (found {_shorten(document)})."
+            f"{path}: not a configuration: expected the keys {', '.join(keys)}, each with its "
+            f"section (found {shorten(document)})."
         )
     places.file = str(path)
     _record_lines(node, (), places)
@@ -249,7 +254,12 @@ def _yaml_fault(error: yaml.YAMLError) -> str:
     return f"{f':{mark.line + 1}' if mark else ''}: not a YAML file: {problem}."
 
 
-def _parse_setting(text: str) -> tuple[list[str], Any]:
+def parse_setting(text: str) -> tuple[list[str], Any]:
+    """The path and the value of a `--set KEY=VALUE`.
+
+    Raises:
+        ConfigError: it is none, or its value is no YAML.
+    """
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {text}: expected KEY=VALUE, policy.threshold=0.2 for instance.")
@@ -283,22 +293,22 @@ def _written_out(section: str, value: Any) -> Any:
     return {**DEFAULTS[section], **value} if isinstance(value, Mapping) else value
 
 
-def _put(container: dict[str, Any], path: list[str], value: Any) -> None:
+def put(container: dict[str, Any], path: list[str], value: Any) -> None:
     """Set `path` to `value`; a mapping completes the one that is there, unless it names another."""
     key, *rest = path
     if rest:
         inner = container.get(key)
         inner = {"name": inner} if isinstance(inner, str) else inner or {}
         if not isinstance(inner, dict):
-            raise SpecdecError(f"{key}: has no keys of its own (it is {_shorten(inner)}).")
+            raise SpecdecError(f"{key}: has no keys of its own (it is {shorten(inner)}).")
         container[key] = inner
-        _put(inner, rest, value)
+        put(inner, rest, value)
         return
     if key in NAMING_KEY and isinstance(value, str):
         value = {NAMING_KEY[key]: value}
     if isinstance(value, Mapping) and isinstance(container.get(key), dict):
         for name in sorted(value, key=lambda name: name != "name"):
-            _put(container[key], [name], value[name])
+            put(container[key], [name], value[name])
         return
     if key == "name" and container.get("name") != value:
         container.clear()
@@ -309,14 +319,14 @@ def _check(document: dict[str, Any], folder: Path, places: Places) -> Config:
     from specdec.generation import GenerationSettings
 
     _check_keys(document)
-    for plugin in _list_of_names(document["plugins"]):
+    for plugin in list_of_names(document["plugins"]):
         plugins.registry().add_listed(plugin, folder, "plugins")
     checks: dict[str, Callable[[Any], Any]] = {
-        "target": lambda value: _check_target(value, folder),
-        "drafter": lambda value: plugins.make_drafter(_locate(value, "drafter", folder)),
+        "target": lambda value: check_target(value, folder),
+        "drafter": lambda value: plugins.make_drafter(locate(value, "drafter", folder)),
         "policy": plugins.make_policy,
         "generation": lambda value: validate(GenerationSettings, value, "generation"),
-        "seed": _check_seed,
+        "seed": check_seed,
     }
     checked, faults = {}, []
     for section, check in checks.items():
@@ -329,12 +339,13 @@ def _check(document: dict[str, Any], folder: Path, places: Places) -> Config:
     return Config(**checked, places=places)
 
 
-def _check_target(value: Any, folder: Path) -> Any:
+def check_target(value: Any, folder: Path) -> Any:
+    """The checked `target:` section, or the loaded target that stands in its place."""
     if not isinstance(value, Mapping):
         if value is None or isinstance(value, (bool, int, float, list)):
             raise SpecdecError(f"target: expected a model's name or a mapping (found {value!r}).")
         return value  # loaded already
-    target = validate(TargetConfig, _locate(value, "target", folder), "target")
+    target = validate(TargetConfig, locate(value, "target", folder), "target")
     default = DEFAULTS["target"]["model"]
     if target.model == default and default not in plugins.registry().entries["model"]:
         raise SpecdecError(
@@ -344,7 +355,7 @@ def _check_target(value: Any, folder: Path) -> Any:
     return target
 
 
-def _locate(value: Any, where: str, folder: Path) -> Any:
+def locate(value: Any, where: str, folder: Path) -> Any:
     """The section with the folders of its models made absolute; relative ones start at `folder`."""
     if not isinstance(value, Mapping):
         return value
@@ -353,25 +364,25 @@ def _locate(value: Any, where: str, folder: Path) -> Any:
         if key in MODEL_KEYS and isinstance(inner, str):
             located[key] = plugins.locate_model(inner, f"{where}.{key}", folder)
         else:
-            located[key] = _locate(inner, f"{where}.{key}", folder)
+            located[key] = locate(inner, f"{where}.{key}", folder)
     return located
 
 
-def _check_seed(value: Any) -> int | None:
+def check_seed(value: Any) -> int | None:
     if value is not None and (type(value) is not int or value < 0):
         raise SpecdecError(f"seed: expected a whole number from 0 up (found {value!r}).")
     return value
 
 
-def _list_of_names(value: Any) -> list[str]:
+def list_of_names(value: Any) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise SpecdecError(
-            f"plugins: expected a list of modules and paths of .py files (found {_shorten(value)})."
+            f"plugins: expected a list of modules and paths of .py files (found {shorten(value)})."
         )
     return value
 
 
-def _shorten(value: Any) -> str:
+def shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -166,9 +166,16 @@ class SpeculativeDecoder:
                 than the target's context.
         """
         generation = self._begin(
-            prompt, attention_mask, logits_processor, stopping_criteria, seed, output_scores,
-            keep_trees, continue_from, settings,
-        )  # fmt: skip
+            prompt,
+            continue_from,
+            attention_mask=attention_mask,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            seed=seed,
+            output_scores=output_scores,
+            keep_trees=keep_trees,
+            **settings,
+        )
         _check_streamer(streamer, len(generation.texts))
         started = time.perf_counter()
         if streamer is not None:
@@ -194,13 +201,7 @@ class SpeculativeDecoder:
             raise SpecdecError("stream: the target has no tokenizer; use generate, or pass one.")
         if "streamer" in arguments:
             raise SpecdecError("stream: takes no streamer; it is an iterator of text itself.")
-        named = ("attention_mask", "seed", "continue_from")
-        flags = ("output_scores", "keep_trees")
-        lists = ("logits_processor", "stopping_criteria")
-        known = {name: arguments.pop(name, None) for name in named}
-        known |= {name: arguments.pop(name, False) for name in flags}
-        known |= {name: arguments.pop(name, ()) for name in lists}
-        generation = self._begin(prompt, settings=arguments, **known)
+        generation = self._begin(prompt, **arguments)
         if len(generation.texts) != 1:
             raise SpecdecError("stream: takes one prompt; use generate for a batch.")
         return Stream(self, generation)
@@ -250,23 +251,26 @@ class SpeculativeDecoder:
 
     # --- from arguments to a request and back -----------------------------------------------------
 
-    def _begin(
+    def request(
         self,
         prompt: Any,
-        attention_mask: Tensor | None,
-        logits_processor: Sequence[LogitsProcessor],
-        stopping_criteria: Sequence[StoppingCriteria],
-        seed: int | None,
-        output_scores: bool,
-        keep_trees: bool,
-        continue_from: GenerationOutput | None,
-        settings: dict[str, Any],
-    ) -> Generation:
+        *,
+        attention_mask: Tensor | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
+        seed: int | None = None,
+        output_scores: bool = False,
+        keep_trees: bool = False,
+        **settings: Any,
+    ) -> Request:
+        """What `generate` hands to the loop; for code that drives a `Generation` itself.
+
+        Raises:
+            SpecdecError: as `generate`.
+        """
         chosen = self._settings(settings)
         prompts = read_prompts(prompt, attention_mask, self.target)
-        if continue_from is not None and (len(prompts) != 1 or len(continue_from.prompts) != 1):
-            raise SpecdecError("continue_from: only a generation of one row can be continued.")
-        request = Request(
+        return Request(
             prompts=prompts,
             processors=make_processors(chosen, logits_processor, self.target.device),
             do_sample=chosen.temperature > 0,
@@ -282,7 +286,16 @@ class SpeculativeDecoder:
             auto_off=chosen.auto_off,
             observers=round_observers(),
         )
-        previous = None if continue_from is None else continue_from.generation
+
+    def _begin(
+        self, prompt: Any, continue_from: GenerationOutput | None = None, **arguments: Any
+    ) -> Generation:
+        request = self.request(prompt, **arguments)
+        previous = None
+        if continue_from is not None:
+            if len(request.prompts) != 1 or len(continue_from.prompts) != 1:
+                raise SpecdecError("continue_from: only a generation of one row can be continued.")
+            previous = continue_from.generation
         return Generation(self.target, self.drafter, self.policy, request, previous)
 
     def _settings(self, given: dict[str, Any]) -> GenerationSettings:
