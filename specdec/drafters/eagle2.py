@@ -585,7 +585,7 @@ class EagleHead(nn.Module):
         _refuse_eagle3(state, config, checkpoint)
         head = cls(config, own_embedding="embed_tokens.weight" in state)
         check_tensors(state, head.official_state_dict(), checkpoint, "an EAGLE head")
-        head.load_state_dict(_fuse(state))
+        head.load_official_state_dict(state)
         return head.to(device=device, dtype=dtype).eval()
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -604,6 +604,10 @@ class EagleHead(nn.Module):
         """The weights under the official names."""
         heads = self.config.num_attention_heads, self.config.key_value_heads
         return _split(self.state_dict(), *(count * self.config.head_dim for count in heads))
+
+    def load_official_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over weights under the official names."""
+        self.load_state_dict(_fuse(state))
 
 
 class EagleLayer(nn.Module):
