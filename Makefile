@@ -43,7 +43,7 @@ format: $(VENV)/.installed-dev  ## format the code and apply the linter's safe f
 
 .PHONY: docs
 docs: $(VENV)/.installed-dev  ## build the documentation into site/, warnings are errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: bench
 bench: $(VENV)/.installed-dev  ## the quick benchmark: drafters and policies against transformers
