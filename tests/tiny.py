@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,12 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "phi3": lambda: build(Phi3Config(**_sizes(sliding_window=WINDOW)), seed=3),
     "opt": lambda: build(OPTConfig(**_sizes(ffn_dim=48, word_embed_proj_dim=32)), seed=5),
 }
+
+
+@functools.cache
+def architecture(name: str) -> PreTrainedModel:
+    """One of `ARCHITECTURES`, the same object for all tests: leave it as it is."""
+    return ARCHITECTURES[name]()
 
 
 def noisy(model: PreTrainedModel, eps: float, seed: int = 1) -> PreTrainedModel:
