@@ -10,36 +10,42 @@ INCOMPLETE = "\ufffd"
 class TextPieces:
     """Turns a growing list of tokens into pieces of text whose concatenation is the whole text.
 
-    A piece is held back while it ends inside a character, so no replacement character is shown that
-    a later token would have completed.
+    The last character is held back while its bytes are not all there, so no replacement character
+    is shown that a later token would have completed.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
-        self.settled = 0
+        # Not everything is decoded each time, only the tokens from `start` on, whose text begins
+        # with `shown`. Pieces ended at `start` and at `ended`: there no character is cut, and
+        # the piece between them stands in front of what comes next, because tokenizers that put a
+        # space before a word look at what stands in front.
+        self.start = self.ended = 0
         self.shown = ""
 
     def add(self, tokens: list[int]) -> str:
         """The text that these tokens complete (possibly none yet)."""
         self.tokens.extend(tokens)
-        text = self._tail()
-        if text.endswith(INCOMPLETE):
-            return ""
-        piece = text[len(self.shown) :]
-        # Decoding starts again from here next time, with one settled piece before it: tokenizers
-        # that put a space before a word look at what stands in front.
-        self.settled, self.shown = len(self.tokens) - len(tokens), ""
-        self.shown = self._tail()
+        text = self._decode()
+        piece = self._show(text.rstrip(INCOMPLETE))
+        if piece and not text.endswith(INCOMPLETE):
+            self.start, self.ended = self.ended, len(self.tokens)
+            self.shown = self._decode()
         return piece
 
     def end(self) -> str:
         """What was held back."""
-        piece = self._tail()[len(self.shown) :]
+        return self._show(self._decode())
+
+    def _show(self, text: str) -> str:
+        piece = text[len(self.shown) :]
         self.shown += piece
         return piece
 
-    def _tail(self) -> str:
+    def _decode(self) -> str:
         return self.tokenizer.decode(
-            self.tokens[self.settled :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self.tokens[self.start :],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
         )
