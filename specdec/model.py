@@ -16,6 +16,14 @@ from specdec.errors import SpecdecError
 from specdec.host import send
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+ALIBI = {"bloom", "mpt"}
+OWN_WAYS = {
+    "gpt_neo": "masks its local layers by cache slot, not by position",
+    "moshi": "ignores the sliding window that its configuration names",
+    "xlm": "keeps its keys and values in a cache of its own kind",
+}
+"""Model types that a slot cache and a 4-D mask do not reach, and why. (`tests/test_architectures.py`
+looks for others.)"""
 
 
 @dataclass
@@ -170,30 +178,32 @@ class Window:
 
 def _check(model: PreTrainedModel, config: Any, role: str) -> Window:
     """The model's attention layout, or an error that says why it cannot be used."""
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise SpecdecError(
-            f"{role}: {name} is an encoder-decoder model; specdec decodes decoder-only models."
-        )
-    if getattr(model, "_is_stateful", False):
-        raise SpecdecError(
-            f"{role}: {name} keeps a recurrent state that cannot be rolled back after a rejected "
-            "draft; use a model with attention layers only."
-        )
-    if model.get_output_embeddings() is None:
-        raise SpecdecError(f"{role}: {name} has no output embedding; load it as a causal LM.")
-    if getattr(config, "alibi", False):
-        raise SpecdecError(
-            f"{role}: {name} uses ALiBi, whose biases follow cache slots and not positions; "
-            "use a model with rotary or learned positions."
-        )
+    taken = inspect.signature(model.forward).parameters
     implementation = getattr(config, "_attn_implementation", "eager")
-    if implementation not in ("eager", "sdpa"):
-        raise SpecdecError(
-            f"{role}: attention '{implementation}' takes no tree mask; load the model with "
-            "attn_implementation='sdpa' (or 'eager')."
-        )
-    return _window(config, name, role)
+    faults = {
+        "is an encoder-decoder model; specdec decodes decoder-only models": getattr(
+            model.config, "is_encoder_decoder", False
+        ),
+        "keeps a recurrent state that cannot be rolled back after a rejected draft; use a model "
+        "with attention layers only": getattr(model, "_is_stateful", False),
+        "has no output embedding; load it as a causal LM": model.get_output_embeddings() is None,
+        "uses ALiBi, whose biases follow cache slots and not positions; use a model with rotary or "
+        "learned positions": getattr(config, "alibi", False) or config.model_type in ALIBI,
+        "reads in both directions; load it with is_decoder=True": not getattr(
+            config, "is_decoder", True
+        ),
+        "takes no position_ids, and the branches of a draft tree share slots of the text": (
+            "position_ids" not in taken
+        ),
+        "takes no cache of keys and values": not {"cache", "past_key_values"} & set(taken),
+        OWN_WAYS.get(config.model_type, ""): config.model_type in OWN_WAYS,
+        f"runs attention as '{implementation}', which takes no tree mask; load it with "
+        "attn_implementation='sdpa' (or 'eager')": implementation not in ("eager", "sdpa"),
+    }
+    for fault, found in faults.items():
+        if found:
+            raise SpecdecError(f"{role}: {type(model).__name__} {fault}.")
+    return _window(config, type(model).__name__, role)
 
 
 def _window(config: Any, name: str, role: str) -> Window:
@@ -204,8 +214,8 @@ def _window(config: Any, name: str, role: str) -> Window:
     strange = sorted(set(types) - KNOWN_LAYERS)
     if strange:
         raise SpecdecError(
-            f"{role}: {name} has layers of type {', '.join(strange)}, whose state cannot be rolled "
-            "back after a rejected draft; use a model with attention layers only."
+            f"{role}: {name} has layers of type {', '.join(strange)}, whose state specdec cannot "
+            "roll back after a rejected draft; use a model with full or sliding attention only."
         )
     return Window(frozenset(types), size or 0)
 
