@@ -76,6 +76,11 @@ class Sampler:
         self.eos = eos
         self.reads_prefix = any(type(processor) not in PREFIX_FREE for processor in processors)
 
+    def reseed(self, seed: int) -> None:
+        """Start the random numbers again, from `seed`."""
+        self.seed = seed
+        self._generators.clear()
+
     def scores(self, logits: Tensor, state: GenerationState, path: Tensor, rows: Tensor | None = None) -> Tensor:  # fmt: skip
         """Processed scores `[R, V]`, float32.
 

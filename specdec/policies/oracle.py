@@ -36,7 +36,10 @@ class OraclePolicy(LengthPolicy):
     answers: list[list[int]] | None = None
 
     def follow(self, answers: list[list[int]]) -> None:
-        """Give the new tokens that each row of the next generation will write."""
+        """Give the new tokens that each row of the next generation will write.
+
+        Where a row's are not known (none are given), drafts go on to `max_length`.
+        """
         self.answers = answers
 
     def start(self, batch_size: int) -> None:
@@ -46,7 +49,7 @@ class OraclePolicy(LengthPolicy):
             )
         # The first token of a text comes with the prompt and belongs to no round.
         self.written = [1] * batch_size
-        self.astray = [False] * batch_size
+        self.astray = [not answer for answer in self.answers]
 
     def keep_drafting(self, step: DraftStep) -> Tensor | bool:
         if step.depth >= self.params.max_length:

@@ -1,0 +1,305 @@
+"""Reports: a table in the terminal, CSV, Markdown, one page of HTML, and a picture of the bars."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specdec.bench.questions import column_order
+from specdec.bench.summary import ALL
+from specdec.errors import SpecdecError
+from specdec.training.files import read_json, read_jsonl, write_atomically
+
+FILES = ("summary.json", "config.yaml", "machine.json", "results.jsonl", "examples.json")
+COLUMN_NAMES = {
+    "translation": "Transl.",
+    "summarization": "Summ.",
+    "qa": "QA",
+    "math_reasoning": "Math",
+    "rag": "RAG",
+}
+CSV_KEYS = (
+    "run", "name", "method", "temperature", "batch_size", "category", "questions", "speedup_mean",
+    "speedup_median", "speedup_low", "speedup_high", "speedup_mean_without_loops",
+    "speedup_decode_mean", "tau", "alpha", "tokens_per_s", "equal_to_baseline", "loop_share",
+    "mean_draft_length", "draft_ms", "verify_ms", "other_ms", "c", "predicted_speedup",
+    "speedup_over_plain", "memory_mb", "diagnosis",
+)  # fmt: skip
+
+
+@dataclass
+class Run:
+    """One finished run.
+
+    Attributes:
+        name: of its folder.
+        config, machine: how and on what it was measured.
+        summary: the rows of `summary.json`; `results` the lines behind them.
+        examples: one answer of every row that drafts, with its drafts.
+    """
+
+    name: str
+    config: dict[str, Any]
+    machine: dict[str, Any]
+    summary: list[dict[str, Any]]
+    results: list[dict[str, Any]]
+    examples: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """
+        Raises:
+            SpecdecError: no such folder, or the run has not ended.
+        """
+        for file in FILES:
+            if not (folder / file).is_file():
+                raise SpecdecError(
+                    f"{folder}: there is no {file}; a report needs the folder of a run that has "
+                    "ended ('specdec bench CONFIG --out FOLDER' goes on with one that has not)."
+                )
+        return cls(
+            name=folder.resolve().name,
+            config=yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")),
+            machine=read_json(folder / "machine.json"),
+            summary=json.loads((folder / "summary.json").read_text(encoding="utf-8")),
+            results=list(read_jsonl(folder / "results.jsonl")),
+            examples=read_json(folder / "examples.json"),
+        )
+
+    @property
+    def settings(self) -> list[tuple[float, int]]:
+        """Temperatures and batch sizes that were measured."""
+        return sorted({(e["temperature"], e["batch_size"]) for e in self.summary})
+
+    def methods(self, setting: tuple[float, int]) -> list[str]:
+        """The methods that were measured at a setting, in the grid's order."""
+        found = (e["method"] for e in self.summary if self.is_at(e, setting))
+        return list(dict.fromkeys(found))
+
+    def entry(
+        self, method: str, setting: tuple[float, int], category: str = ALL
+    ) -> dict[str, Any] | None:
+        for each in self.summary:
+            if (each["method"], each["category"]) == (method, category) and self.is_at(
+                each, setting
+            ):
+                return each
+        return None
+
+    def columns(self) -> list[str]:
+        return column_order({e["category"] for e in self.summary} - {ALL})
+
+    def row(self, method: str, setting: tuple[float, int]) -> dict[str, Any]:
+        """The row's drafter, policy and peer, as configured."""
+        for row in self.config["rows"]:
+            if row["method"] == method and self.is_at(row, setting):
+                found: dict[str, Any] = row
+                return found
+        raise KeyError(method)
+
+    @staticmethod
+    def is_at(entry: dict[str, Any], setting: tuple[float, int]) -> bool:
+        return (entry["temperature"], entry["batch_size"]) == setting
+
+
+def write_report(folders: Sequence[Path], out: Path) -> str:
+    """Write `report.csv`, `report.md`, `report.html` and `speedup.svg` to `out`.
+
+    Returns:
+        The tables, for a terminal.
+
+    Raises:
+        SpecdecError: a folder that holds no finished run.
+    """
+    from specdec.bench.page import bars_picture, page
+
+    runs = [Run.read(folder) for folder in folders]
+    write_atomically(out / "report.csv", as_csv(runs))
+    write_atomically(out / "report.md", as_markdown(runs))
+    write_atomically(out / "report.html", page(runs))
+    write_atomically(out / "speedup.svg", bars_picture(runs[0]))
+    return as_text(runs)
+
+
+def setting_name(setting: tuple[float, int]) -> str:
+    """`greedy`, `temperature 1`, and the batch size where it is not 1."""
+    temperature, size = setting
+    name = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    return name if size == 1 else f"{name}, batch of {size}"
+
+
+def column_name(column: str) -> str:
+    return COLUMN_NAMES.get(column, column)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def table_head(run: Run) -> list[str]:
+    columns = [column_name(column) for column in run.columns()]
+    return ["", *columns, "mean", "median", "95 %", "τ", "tokens/s", "loops"]
+
+
+def table_rows(
+    run: Run, setting: tuple[float, int], without_loops: bool = False
+) -> list[list[str]]:
+    """The papers' table: a method a line, a category a column, speed-ups over the baseline."""
+    rows = []
+    for method in run.methods(setting):
+        whole = run.entry(method, setting)
+        assert whole is not None
+        cells = [method + mark(whole)]
+        for column in [*run.columns(), ALL]:
+            entry = run.entry(method, setting, column)
+            if entry is not None and without_loops:
+                entry = entry["without_loops"]
+            cells.append(times(None if entry is None else entry["speedup_mean"]))
+        part = whole["without_loops"] if without_loops else whole
+        low, high = part["speedup_ci95"] or (None, None)
+        cells += [
+            times(part["speedup_median"]),
+            "–" if low is None else f"{low:.2f}–{high:.2f}",
+            times(part["tau"]),
+            "–" if part["tokens_per_s"] is None else f"{part['tokens_per_s']:.1f}",
+            f"{whole['loop_share']:.0%}",
+        ]
+        rows.append(cells)
+    return rows
+
+
+def mark(entry: dict[str, Any]) -> str:
+    """Says that a greedy text is not the baseline's: ≈ where only ties were settled differently."""
+    if entry["equal_to_baseline"] is not False:
+        return ""
+    return " ≈" if entry["only_ties"] else " ≠"
+
+
+def times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def legend_of_marks() -> str:
+    return (
+        "≈: some greedy texts leave the baseline's where two logits tie within rounding; "
+        "≠: some leave it elsewhere, which lossless decoding cannot."
+    )
+
+
+def headline(run: Run, setting: tuple[float, int]) -> str:
+    """The fastest row of our own, in a sentence."""
+    own = [m for m in run.methods(setting) if not run.row(m, setting)["peer"]]
+    own = [m for m in own if run.row(m, setting)["policy"]["name"] != "oracle"]
+    entries = [entry for m in own if (entry := run.entry(m, setting)) and entry["speedup_mean"]]
+    if not entries:
+        return f"{setting_name(setting)}: nothing was measured."
+    best = max(entries, key=lambda entry: entry["speedup_mean"])
+    low, high = best["speedup_ci95"]
+    calm = best["without_loops"]["speedup_mean"]
+    without = "" if calm is None else f"; {calm:.2f} without answers that loop"
+    return (
+        f"{setting_name(setting)}: {best['method']} is the fastest, {best['speedup_mean']:.2f} "
+        f"times {run.config['baseline']} (median {best['speedup_median']:.2f}, 95 % interval "
+        f"{low:.2f} to {high:.2f}, {best['questions']} questions{without})"
+    )
+
+
+def as_text(runs: Sequence[Run]) -> str:
+    """The tables for a terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=150, highlight=False)
+    for run in runs:
+        for setting in run.settings:
+            title = f"{run.name}, {setting_name(setting)}: speed-up over {run.config['baseline']}"
+            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+            for number, name in enumerate(table_head(run)):
+                table.add_column(name, justify="right" if number else "left", no_wrap=number > 0)
+            for row in table_rows(run, setting):
+                table.add_row(*row)
+            console.print(table)
+            console.print(headline(run, setting), markup=False)
+            for method in run.methods(setting):
+                entry = run.entry(method, setting)
+                if entry and entry["diagnosis"]:
+                    console.print(f"{method}: {entry['diagnosis']}", markup=False)
+            console.print()
+    return buffer.getvalue().rstrip()
+
+
+def as_markdown(runs: Sequence[Run]) -> str:
+    """The tables, and what they were measured on."""
+    parts = []
+    for run in runs:
+        parts.append(f"# {run.name}\n")
+        parts.append(f"{about(run)}\n")
+        for setting in run.settings:
+            parts.append(f"## {setting_name(setting).capitalize()}\n")
+            parts.append(f"Speed-up over {run.config['baseline']}. {headline(run, setting)}.\n")
+            parts.append(_markdown_table(table_head(run), table_rows(run, setting)))
+            parts.append("Without answers that loop:\n")
+            parts.append(_markdown_table(table_head(run), table_rows(run, setting, True)))
+            parts.extend(_diagnoses(run, setting))
+        parts.append(f"{legend_of_marks()}\n")
+    return "\n".join(parts)
+
+
+def about(run: Run) -> str:
+    """What was measured, and on what."""
+    machine, config = run.machine, run.config
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    devices = (
+        ", ".join(machine["devices"]) or f"{machine['processor']}, {machine['threads']} threads"
+    )
+    target = config["target"]
+    named = f"{target['model']} ({target['dtype']})" if isinstance(target, dict) else target
+    return (
+        f"{config['questions']['number']} questions of {config['questions']['source']}, "
+        f"at most {config['generation']['max_new_tokens']} new tokens; target {named}; "
+        f"{devices}; {versions}; code {machine['code']}."
+    )
+
+
+def _diagnoses(run: Run, setting: tuple[float, int]) -> list[str]:
+    lines = []
+    for method in run.methods(setting):
+        entry = run.entry(method, setting)
+        if entry and entry["diagnosis"]:
+            lines.append(f"- {method}: {entry['diagnosis']}\n")
+    return lines
+
+
+def _markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def as_csv(runs: Sequence[Run]) -> str:
+    """Every row of every run's summary, flat."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, CSV_KEYS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for run in runs:
+        for entry in run.summary:
+            low, high = entry["speedup_ci95"] or (None, None)
+            round_ms = entry["round_ms"] or {}
+            writer.writerow(
+                {
+                    **entry,
+                    "run": run.name,
+                    "speedup_low": low,
+                    "speedup_high": high,
+                    "speedup_mean_without_loops": entry["without_loops"]["speedup_mean"],
+                    **{f"{part}_ms": ms for part, ms in round_ms.items()},
+                }
+            )
+    return buffer.getvalue()
