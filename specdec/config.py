@@ -125,6 +125,7 @@ class Config:
     Attributes:
         target: how to load the target, or a target that is loaded already.
         drafter: not attached to a target yet; None decodes without drafts.
+        title: the combination in short, `"glide + cape + svip"`.
         places: where each key was set.
     """
 
@@ -133,6 +134,7 @@ class Config:
     policy: LengthPolicy
     generation: GenerationSettings
     seed: int | None
+    title: str
     places: Places
 
     def load_target(self, **changes: Any) -> Target:
@@ -336,7 +338,20 @@ def _check(document: dict[str, Any], folder: Path, places: Places) -> Config:
             faults.append(str(fault))
     if faults:
         raise SpecdecError("\n".join(faults))
-    return Config(**checked, places=places)
+    return Config(**checked, title=_title(document), places=places)
+
+
+def _title(document: Mapping[str, Any]) -> str:
+    drafter, policy = document["drafter"], document["policy"]
+    expand = drafter.get("expand") if isinstance(drafter, Mapping) else None
+    return " + ".join(_name(choice) for choice in (drafter, expand, policy) if choice)
+
+
+def _name(choice: Any) -> str:
+    if isinstance(choice, Mapping):
+        base = f"{_name(choice['base'])} + " if "base" in choice else ""
+        return f"{base}{choice['name']}"
+    return choice if isinstance(choice, str) else type(choice).__name__
 
 
 def check_target(value: Any, folder: Path) -> Any:
