@@ -93,7 +93,8 @@ class DraftTree:
     """All nodes drafted in one round, in topological order (a parent before its children).
 
     Siblings are tried in their order. Among siblings the sampled ones come before the fixed ones,
-    and sampled siblings were drawn without replacement from their parent's distribution.
+    and sampled siblings were drawn without replacement from their parent's distribution (those behind
+    the last token with any probability are passed over).
 
     Attributes:
         tokens: `[B, N]` token ids.
@@ -126,9 +127,7 @@ class DraftTree:
         return cls(none, none, none.bool(), depth=0, is_chain=True)
 
     @classmethod
-    def chain(
-        cls, tokens: Tensor, valid: Tensor, proposals: Tensor | None = None
-    ) -> DraftTree:
+    def chain(cls, tokens: Tensor, valid: Tensor, proposals: Tensor | None = None) -> DraftTree:
         """A tree of one branch.
 
         Args:
@@ -156,7 +155,9 @@ class DraftTree:
         if self.tokens.device == device:
             return self
         moved = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
         }
         return replace(self, **{name: moved[name] for name in moved if name in _TREE_FIELDS})
 

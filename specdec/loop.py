@@ -17,7 +17,7 @@ from specdec.auto_off import AutoOff
 from specdec.draft import DraftStep, DraftTree, RoundOutcome
 from specdec.drafters.base import Drafter
 from specdec.generation import StopRules
-from specdec.host import read
+from specdec.host import read, send
 from specdec.metrics import Clock, RoundRecord
 from specdec.policies.base import LengthPolicy
 from specdec.sampling import Sampler, check_processors
@@ -146,20 +146,9 @@ class Generation:
             step = following
 
     def _go_on(self, step: DraftStep) -> tuple[list[list[bool]] | Literal[True], list[bool]]:
-        """Which branches are drafted further, and which rows only stop because the text must end.
-
-        A plain answer of the policy is settled on the host. A tensor has to be read, which on an
-        accelerator is the price of a decision that depends on the draft; looking for a drafted end
-        of text costs nothing more then.
-        """
-        wanted = self.policy.keep_drafting(step)
+        """Which branches are drafted further, and which rows only stop because the text must end."""
+        asked, ended = self._read_branches(self.policy.keep_drafting(step), step)
         room = [step.depth < limit for limit in self.state.limits]
-        width = step.tokens.shape[1]
-        if isinstance(wanted, bool) and step.tokens.device.type != "cpu":
-            asked = [[wanted] * width for _ in room]
-            ended = [[False] * width for _ in room]
-        else:
-            asked, ended = self._read_branches(wanted, step)
         go_on = [
             [want and not end and has_room for want, end in zip(*branches, strict=True)]
             for *branches, has_room in zip(asked, ended, room, strict=True)
@@ -170,14 +159,21 @@ class Generation:
     def _read_branches(
         self, wanted: Tensor | bool, step: DraftStep
     ) -> tuple[list[list[bool]], list[list[bool]]]:
-        eos = self.state.eos.to(step.tokens.device)
-        ended = torch.isin(step.tokens, eos) if len(eos) else torch.zeros_like(step.tokens).bool()
+        """The policy's answer, and which branches end with a drafted end of text, `[B, W]` each.
+
+        An answer that is known on the host is taken as it is. One that depends on the draft has to
+        be read, which on an accelerator is its price; looking for an end of text costs nothing more
+        then, and without it drafts behind an end are only wasted.
+        """
         if isinstance(wanted, bool):
-            return [[wanted] * ended.shape[1]] * ended.shape[0], read(ended)
-        if wanted.device == ended.device:
-            both = read(torch.stack([wanted.expand(ended.shape), ended]))
-            return both[0], both[1]
-        return wanted.expand(ended.shape).tolist(), read(ended)
+            wanted = torch.tensor(wanted)
+        wanted, tokens = wanted.expand(step.tokens.shape), step.tokens
+        if wanted.device.type == "cpu" and tokens.device.type != "cpu":
+            return wanted.tolist(), [[False] * tokens.shape[1]] * tokens.shape[0]
+        eos = self.state.eos.to(tokens.device)
+        ended = torch.isin(tokens, eos) if len(eos) else torch.zeros_like(tokens).bool()
+        asked, ends = read(torch.stack([wanted.to(tokens.device), ended]))
+        return asked, ends
 
     def _settle(self, tree: DraftTree, verdict: Verdict, cut: list[bool]) -> RoundOutcome:
         """Read what was accepted (the round's one host synchronisation) and apply the stop rules."""
@@ -247,7 +243,7 @@ class Generation:
             done = self.target.prefill(state, starts, counts, self._features)
             if self.drafter is not None:
                 self.drafter.prefill(state, done)
-            read_now = torch.tensor(counts, device=done.logits.device)[:, None] > 0
+            read_now = send(counts, done.logits.device)[:, None] > 0
             last = done.logits[:, 0]
             logits = last if logits is None else torch.where(read_now, last, logits)
         assert logits is not None
@@ -316,9 +312,7 @@ class Generation:
                 )
                 self.stop.max_new_tokens[row] = max(0, longest - length)
         if any(room == 0 for room in self.stop.max_new_tokens):
-            self._drop_finished(
-                [None if room else "length" for room in self.stop.max_new_tokens]
-            )
+            self._drop_finished([None if room else "length" for room in self.stop.max_new_tokens])
 
     # --- housekeeping -----------------------------------------------------------------------------
 
@@ -330,7 +324,9 @@ class Generation:
         """How long a path of each row can be: budget and contexts leave no room for more."""
         context = self.target.max_positions
         drafter_context = None if self.drafter is None else self.drafter.max_positions
-        for place, (row, length) in enumerate(zip(self.state.rows, self.state.lengths, strict=True)):
+        for place, (row, length) in enumerate(
+            zip(self.state.rows, self.state.lengths, strict=True)
+        ):
             written = len(self.texts[row]) - self.prompt_lengths[row]
             limit = self.stop.max_new_tokens[row] - written - 1
             if context is not None:

@@ -121,12 +121,13 @@ def _try_sampled(
     q = None
     for rank in range(1, tree.max_sampled + 1):
         this = children & (order == rank)
-        trying = this.any(1) & (taken < 0)
         child = this.int().argmax(1)
         x = tree.tokens[every, child]
         if q is None:
             q = tree.proposals[every, tree.proposal[every, child]]
         p_x, q_x = p[every, x], q[every, x]
+        # A child whose probability is 0 was not drawn: there was nothing left to draw.
+        trying = this.any(1) & (taken < 0) & (q_x > 0)
         accept = trying & (sampler.uniform(p_x) * q_x < p_x)
         taken = torch.where(accept, child, taken)
         p = torch.where((trying & ~accept)[:, None], _residual(p, q), p)
