@@ -12,14 +12,13 @@ from torch import Tensor
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from specdec.custom_generate import as_transformers, not_handed_over, read_request
 from specdec.drafters.base import Drafter
 from specdec.errors import SpecdecError
 from specdec.generation import (
@@ -35,7 +34,7 @@ from specdec.params import validate
 from specdec.plugins import make_drafter, make_policy, round_observers
 from specdec.policies.base import LengthPolicy
 from specdec.policies.fixed import FixedPolicy
-from specdec.prompts import read_prompts, unpad
+from specdec.prompts import read_prompts
 from specdec.target import Target
 from specdec.text import TextPieces
 
@@ -176,17 +175,9 @@ class SpeculativeDecoder:
             keep_trees=keep_trees,
             **settings,
         )
-        _check_streamer(streamer, len(generation.texts))
-        started = time.perf_counter()
-        if streamer is not None:
+        if streamer is not None and len(generation.texts) == 1:
             streamer.put(torch.tensor(generation.request.prompts))
-        for committed in generation.run():
-            if streamer is not None:
-                for token in committed[0][1]:
-                    streamer.put(torch.tensor([token]))
-        if streamer is not None:
-            streamer.end()
-        return self._output(generation, time.perf_counter() - started)
+        return self._write(generation, streamer)
 
     def stream(self, prompt: Any, **arguments: Any) -> Stream:
         """Write behind one prompt, piece by piece; takes what `generate` takes.
@@ -213,14 +204,13 @@ class SpeculativeDecoder:
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
         generation_config: Any = None,
-        synced_gpus: bool = False,
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """`model.generate(**inputs, custom_generate=decoder)`: transformers prepares, specdec decodes.
 
-        Honours the generation config, processors, stopping criteria and streamer that transformers
-        hands over, and returns what its `generate` returns.
+        Honours the generation config, processors, stopping criteria and streamer of that call, and
+        returns what its `generate` returns. `last_output` has the statistics.
 
         Raises:
             SpecdecError: another model than the decoder's target, or something asked for that
@@ -231,23 +221,16 @@ class SpeculativeDecoder:
                 "custom_generate: this decoder was made for another model object; build it with "
                 "SpeculativeDecoder(model, ...) from the model you call generate on."
             )
-        _check_config(generation_config, synced_gpus)
-        prompts = unpad(input_ids, _pop_mask(model_kwargs))
-        keep_scores = bool(generation_config.output_scores or generation_config.output_logits)
-        request = _request_of(
-            prompts, input_ids, logits_processor, stopping_criteria, generation_config, keep_scores
-        )
-        request.auto_off = self.settings.auto_off
+        dropped = not_handed_over()
+        request = read_request(
+            self.target, input_ids, logits_processor, stopping_criteria, generation_config,
+            model_kwargs,
+        )  # fmt: skip
+        request.seed, request.auto_off = self.seed, self.settings.auto_off
         generation = Generation(self.target, self.drafter, self.policy, request)
-        _check_streamer(streamer, len(prompts))
-        for committed in generation.run():
-            if streamer is not None:
-                for token in committed[0][1]:
-                    streamer.put(torch.tensor([token]))
-        if streamer is not None:
-            streamer.end()
-        self.last_output = self._output(generation, 0.0)
-        return _as_transformers(input_ids, self.last_output, generation_config)
+        # The prompt is with the streamer already.
+        self.last_output = self._write(generation, streamer or dropped.get("streamer"))
+        return as_transformers(input_ids, self.last_output, generation_config)
 
     # --- from arguments to a request and back -----------------------------------------------------
 
@@ -297,6 +280,20 @@ class SpeculativeDecoder:
                 raise SpecdecError("continue_from: only a generation of one row can be continued.")
             previous = continue_from.generation
         return Generation(self.target, self.drafter, self.policy, request, previous)
+
+    def _write(self, generation: Generation, streamer: Any) -> GenerationOutput:
+        if streamer is not None and len(generation.texts) != 1:
+            raise SpecdecError(
+                f"streamer: streams one row, and the batch has {len(generation.texts)}; leave it out."
+            )
+        started = time.perf_counter()
+        for committed in generation.run():
+            if streamer is not None:
+                for token in committed[0][1]:
+                    streamer.put(torch.tensor([token]))
+        if streamer is not None:
+            streamer.end()
+        return self._output(generation, time.perf_counter() - started)
 
     def _settings(self, given: dict[str, Any]) -> GenerationSettings:
         merged = self.settings.model_dump() | given
@@ -378,114 +375,3 @@ def _as_target(target: Target | PreTrainedModel | str, tokenizer: Any) -> Target
     if tokenizer is not None:
         target.tokenizer = tokenizer
     return target
-
-
-def _check_streamer(streamer: Any, rows: int) -> None:
-    if streamer is not None and rows != 1:
-        raise SpecdecError(f"streamer: streams one row, and the batch has {rows}; leave it out.")
-
-
-# --- transformers' custom_generate ----------------------------------------------------------------
-
-USED_OR_HARMLESS = {
-    "use_cache", "position_ids", "cache_position", "logits_to_keep", "token_type_ids",
-}  # fmt: skip
-
-
-def _check_config(config: Any, synced_gpus: bool) -> None:
-    refused = {
-        "num_beams": (getattr(config, "num_beams", 1) or 1) > 1,
-        "output_attentions": bool(getattr(config, "output_attentions", False)),
-        "output_hidden_states": bool(getattr(config, "output_hidden_states", False)),
-        "synced_gpus": synced_gpus,
-    }
-    for name, asked in refused.items():
-        if asked:
-            raise SpecdecError(
-                f"custom_generate: {name} is not available with speculative decoding; leave it out."
-            )
-
-
-def _pop_mask(model_kwargs: dict[str, Any]) -> Tensor | None:
-    mask = model_kwargs.pop("attention_mask", None)
-    for name, value in model_kwargs.items():
-        if name in ("cache", "past_key_values"):
-            # transformers makes an empty one ahead; specdec decodes on its own.
-            if value is not None and value.get_seq_length() > 0:
-                raise SpecdecError(
-                    f"custom_generate: {name} already holds text, which specdec cannot take over; "
-                    "leave it out, or use decoder.generate(..., continue_from=...)."
-                )
-        elif name not in USED_OR_HARMLESS and value is not None:
-            raise SpecdecError(
-                f"custom_generate: argument '{name}' is not supported; leave it out."
-            )
-    return mask
-
-
-def _request_of(
-    prompts: list[list[int]],
-    input_ids: Tensor,
-    processors: LogitsProcessorList | None,
-    criteria: StoppingCriteriaList | None,
-    config: Any,
-    keep_scores: bool,
-) -> Request:
-    """transformers counts lengths with padding; here every row counts its own tokens."""
-    width = input_ids.shape[1]
-    least, kept_processors = 0, LogitsProcessorList()
-    for processor in processors or []:
-        if isinstance(processor, MinLengthLogitsProcessor):
-            least = max(least, processor.min_length - width)
-        elif isinstance(processor, MinNewTokensLengthLogitsProcessor):
-            least = max(least, processor.min_new_tokens)
-        else:
-            kept_processors.append(processor)
-    most, eos, kept_criteria = config.max_length - width, [], StoppingCriteriaList()
-    for criterion in criteria or []:
-        if hasattr(criterion, "eos_token_id"):
-            eos = torch.as_tensor(criterion.eos_token_id).flatten().tolist()
-        elif hasattr(criterion, "max_length"):
-            most = criterion.max_length - width
-        else:
-            kept_criteria.append(criterion)
-    return Request(
-        prompts=prompts,
-        processors=kept_processors,
-        do_sample=bool(config.do_sample),
-        stop=StopRules([most] * len(prompts), eos, kept_criteria),
-        min_new_tokens=[least] * len(prompts),
-        keep_scores=keep_scores,
-        observers=round_observers(),
-    )
-
-
-def _as_transformers(
-    input_ids: Tensor, output: GenerationOutput, config: Any
-) -> Tensor | GenerateDecoderOnlyOutput:
-    """`[B, L]`: prompts as they came, new tokens, padding; or the dict transformers returns."""
-    longest = max(map(len, output.token_ids))
-    pad = config._pad_token_tensor
-    pad_id = 0 if pad is None else int(pad)
-    new = [tokens + [pad_id] * (longest - len(tokens)) for tokens in output.token_ids]
-    sequences = torch.cat(
-        [input_ids, torch.tensor(new, dtype=torch.long, device=input_ids.device)], dim=1
-    )
-    if not config.return_dict_in_generate:
-        return sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,
-        scores=_by_step(output.scores, longest, pad_id) if config.output_scores else None,
-        logits=_by_step(output.logits, longest, pad_id) if config.output_logits else None,
-    )
-
-
-def _by_step(rows: list[list[Tensor]] | None, longest: int, pad_id: int) -> tuple[Tensor, ...]:
-    """A tensor `[B, V]` for each step; a row that has ended is sure of its padding."""
-    assert rows is not None
-    ended = torch.full_like(rows[0][0], -torch.inf)
-    ended[pad_id] = 0.0
-    return tuple(
-        torch.stack([row[step] if step < len(row) else ended for row in rows])
-        for step in range(longest)
-    )
