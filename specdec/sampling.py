@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
@@ -21,10 +23,12 @@ from transformers import (
     MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from specdec.errors import SpecdecError
@@ -161,15 +165,32 @@ class Sampler:
         return self._generators[device]
 
 
+KNOWS_ROWS: tuple[type[LogitsProcessor], ...] = (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
+KEEPS_STATE: tuple[type[LogitsProcessor], ...] = (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+
 def check_processors(processors: LogitsProcessorList, batch_size: int) -> None:
     """Refuse processors that cannot be called node by node.
 
     Raises:
-        SpecdecError: a processor identifies rows by their place in the batch.
+        SpecdecError: a processor identifies rows by their place in the batch, or counts its calls.
     """
     for processor in processors:
-        if isinstance(processor, PrefixConstrainedLogitsProcessor) and batch_size > 1:
+        name = type(processor).__name__
+        if isinstance(processor, KNOWS_ROWS) and batch_size > 1:
             raise SpecdecError(
-                "prefix_allowed_tokens_fn knows a row by its place in the batch, which the nodes of "
-                "a draft do not have; generate the prompts one at a time."
+                f"logits processors: {name} knows a row by its place in the batch, which the nodes "
+                "of a draft do not have; generate the prompts one at a time."
+            )
+        if isinstance(processor, KEEPS_STATE):
+            raise SpecdecError(
+                f"logits processors: {name} expects one call for each token that is written, and "
+                "drafts are tried and rejected; leave it out."
             )
