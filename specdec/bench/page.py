@@ -380,7 +380,7 @@ DRAFT_CHARTS: list[tuple[str, Callable[..., Any], str, str, dict[str, Any]]] = [
 
 def _entropy_cards(run: Run) -> list[tuple[str, str]]:
     cards = []
-    defaults = SVIPPolicy.Params()
+    defaults = SVIPPolicy().params
     for setting, drafter, methods in _panels(run):
         pairs = [
             pair

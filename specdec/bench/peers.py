@@ -131,11 +131,11 @@ class Assisted(Peer):
         model: Any = Field(
             None, description="what assists; by default each autoregressive drafter of the grid"
         )
-        num_assistant_tokens: int = Field(20, ge=1, description="drafted tokens at most")
+        tokens: int = Field(20, ge=1, description="drafted tokens at most")
         schedule: Literal["constant", "heuristic", "heuristic_transient"] = Field(
             "constant", description="how that number changes"
         )
-        confidence_threshold: float = Field(
+        threshold: float = Field(
             0.4,
             ge=0,
             le=1,
@@ -150,9 +150,9 @@ class Assisted(Peer):
     def _arguments(self) -> dict[str, Any]:
         assert self.assistant is not None
         config, params = self.assistant.generation_config, self.params
-        config.num_assistant_tokens = params.num_assistant_tokens
+        config.num_assistant_tokens = params.tokens
         config.num_assistant_tokens_schedule = params.schedule
-        config.assistant_confidence_threshold = params.confidence_threshold
+        config.assistant_confidence_threshold = params.threshold
         return {**super()._arguments(), "assistant_model": self.assistant}
 
     def _rounds(self, counts: list[int], rows: int) -> list[list[list[int | None]]]:
@@ -167,13 +167,13 @@ class PromptLookup(Assisted):
     needs_model = False
 
     class Params(Params):
-        num_tokens: int = Field(10, ge=1, description="drafted tokens at most")
-        max_matching_ngram_size: int = Field(2, ge=1, description="longest run to look up")
+        tokens: int = Field(10, ge=1, description="drafted tokens at most")
+        ngram: int = Field(2, ge=1, description="longest run to look up")
 
     def _config(self) -> GenerationConfig:
         config = super()._config()
-        config.prompt_lookup_num_tokens = self.params.num_tokens
-        config.max_matching_ngram_size = self.params.max_matching_ngram_size
+        config.prompt_lookup_num_tokens = self.params.tokens
+        config.max_matching_ngram_size = self.params.ngram
         return config
 
     def _arguments(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from specdec.bench.questions import Question
 from specdec.bench.store import RunFolder, folder_fingerprint
 from specdec.bench.summary import find_differences, is_looping, summarise
 from specdec.cli._common import encode
+from specdec.config import TargetConfig, read
 from specdec.decoder import SpeculativeDecoder
 from specdec.drafters.autoregressive import AutoregressiveDrafter
 from specdec.drafters.base import Drafter
@@ -368,10 +369,9 @@ def _processes() -> tuple[int, int, Callable[[], None]]:
 
 def _build(config: BenchConfig) -> tuple[dict[str, Any], Target, str]:
     """The method of every row, sharing one target and one instance of each drafter."""
-    from specdec.config import Config
-
-    loader = Config(config.target, None, None, config.generation, None, config.places)  # type: ignore[arg-type]
-    target = loader.load_target()
+    target = config.target
+    if isinstance(target, TargetConfig):
+        target = read({"target": target.model_dump()}).load_target()
     decoders: dict[str, SpeculativeDecoder] = {}
     methods: dict[str, Any] = {}
     with config.places.named():

@@ -34,10 +34,10 @@ def main() -> None:
     except SpecdecError as error:
         if debug:
             raise
-        sys.exit(report(error))
+        sys.exit(print_error(error))
 
 
-def report(error: SpecdecError) -> int:
+def print_error(error: SpecdecError) -> int:
     """Print an error for people; returns the exit code."""
     print(f"specdec: {error}", file=sys.stderr)
     return FAILED
