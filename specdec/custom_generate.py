@@ -105,11 +105,12 @@ def as_transformers(
     sequences = torch.cat([input_ids, written], dim=1)
     if not config.return_dict_in_generate:
         return sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,
-        scores=_by_step(output.scores, longest, pad_id) if config.output_scores else None,
-        logits=_by_step(output.logits, longest, pad_id) if config.output_logits else None,
-    )
+    kept: dict[str, Any] = {"sequences": sequences}
+    if config.output_scores:
+        kept["scores"] = _by_step(output.scores, longest, pad_id)
+    if config.output_logits:
+        kept["logits"] = _by_step(output.logits, longest, pad_id)
+    return GenerateDecoderOnlyOutput(**kept)
 
 
 def not_handed_over() -> dict[str, Any]:

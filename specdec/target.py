@@ -85,11 +85,9 @@ class Target(CachedModel):
 
     @property
     def default_eos(self) -> int | list[int] | None:
-        """The ids that end a text by the model's own generation config."""
-        generation = getattr(self.model, "generation_config", None)
-        return getattr(generation, "eos_token_id", None) or getattr(
-            self.config, "eos_token_id", None
-        )
+        """The ids that end a text by the model's own generation config, as in transformers."""
+        config = getattr(self.model, "generation_config", None) or self.config
+        return getattr(config, "eos_token_id", None)
 
     def prefill_pieces(self, state: GenerationState) -> Iterator[tuple[list[int], list[int]]]:
         """`(starts, counts)` of the passes that read what the cache does not hold yet."""
