@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from specdec.cli import make_app
@@ -21,53 +19,18 @@ from specdec.training.data import ChatTurns, DataConfig, DataSynthesis, before_r
 from specdec.training.files import read_rows, shards
 from specdec.training.overlap import NearDuplicates, find_overlap
 from specdec.training.pool import GenerationPool, Job, distinct_share
-
-WORDS = [f"w{i}" for i in range(60)]
-SPECIAL = ["<end>", "<user>", "<assistant>"]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
-    "{% if add_generation_prompt %}<assistant> {% endif %}"
-)
+from tests.training import data_config, make_chat_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random chat model."""
-    return make_chat_model(tmp_path_factory.mktemp("target"), spread=0.4)
-
-
-def make_chat_model(path: Path, spread: float) -> Path:
-    """The smaller the spread of the weights, the sooner greedy text repeats itself."""
-    vocabulary = {word: index for index, word in enumerate(["<unk>", *SPECIAL, *WORDS])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<end>", unk_token="<unk>",
-        additional_special_tokens=SPECIAL[1:], chat_template=TEMPLATE,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        initializer_range=spread, eos_token_id=1, bos_token_id=None, pad_token_id=1,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return make_chat_model(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
 def target(folder: Path) -> Target:
     return Target.load(str(folder), dtype="float32")
-
-
-def settings(folder: Path, out: Path, **changes: object) -> DataConfig:
-    defaults = {
-        "target": {"model": str(folder), "dtype": "float32"}, "out": out, "answer_tokens": 400,
-        "shard_size": 8, "batch_size": 4, "max_question": 12, "max_answer": 40,
-        "opened_share": 0.0, "second_turn_share": 0.5,
-    }  # fmt: skip
-    return DataConfig.model_validate({**defaults, **changes})
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -136,7 +99,7 @@ def test_a_loop_is_ended_early() -> None:
 
 
 def test_rows_are_what_the_target_says(target: Target, folder: Path, tmp_path: Path) -> None:
-    config = settings(folder, tmp_path, loops="drop", greedy_share=1.0)
+    config = data_config(folder, tmp_path, loops="drop", greedy_share=1.0)
     totals = DataSynthesis(target, config).run()
     rows = list(read_rows(tmp_path))
     assert len(rows) == totals["rows"]
@@ -156,7 +119,7 @@ def test_rows_are_what_the_target_says(target: Target, folder: Path, tmp_path: P
 def test_loops_are_dropped_or_trimmed(tmp_path: Path) -> None:
     folder = make_chat_model(tmp_path / "target", spread=0.1)
     target = Target.load(str(folder), dtype="float32")
-    dropped = settings(folder, tmp_path / "drop", greedy_share=1.0, max_answer=100)
+    dropped = data_config(folder, tmp_path / "drop", greedy_share=1.0, max_answer=100)
     totals = DataSynthesis(target, dropped).run()
     assert totals["looping_answers"] > 0, "greedy answers of this model loop"
     rows = list(read_rows(dropped.out))
@@ -180,7 +143,7 @@ def test_before_repetition_keeps_what_is_new() -> None:
 def test_a_killed_run_goes_on_with_the_rows_it_would_have_given(
     target: Target, folder: Path, tmp_path: Path
 ) -> None:
-    whole = settings(folder, tmp_path / "whole", greedy_share=0.5, loops="trim")
+    whole = data_config(folder, tmp_path / "whole", greedy_share=0.5, loops="trim")
     DataSynthesis(target, whole).run()
     assert len(shards(whole.out)) >= 3
 
@@ -216,7 +179,7 @@ data.DataSynthesis(Target.load(config.target.model, dtype="float32"), config).ru
 def test_another_configuration_in_the_folder_is_refused(
     target: Target, folder: Path, tmp_path: Path
 ) -> None:
-    config = settings(folder, tmp_path, answer_tokens=10)
+    config = data_config(folder, tmp_path, answer_tokens=10)
     DataSynthesis(target, config).run()
     more = config.model_copy(update={"answer_tokens": 200})
     assert DataSynthesis(target, more).run()["answer_tokens"] >= 200
@@ -229,7 +192,7 @@ def test_given_prompts_are_answered_once_each(target: Target, folder: Path, tmp_
     prompts = [{"prompt": f"w{n} w{2 * n} w{n + 9} w{n + 1} w{n + 2}"} for n in range(10)]
     prompts += [{"turns": ["w50 w51 w52", "w53 w54"]}, prompts[0], {"prompt": "w1 " * 300}]
     source.write_text("\n".join(map(json.dumps, prompts)))
-    config = settings(
+    config = data_config(
         folder, tmp_path / "out", prompts=str(source), loops="trim", answer_tokens=10**6
     )
     totals = DataSynthesis(target, config).run()
@@ -244,7 +207,7 @@ def test_a_source_without_prompts_says_so(target: Target, folder: Path, tmp_path
     source = tmp_path / "prompts.jsonl"
     source.write_text('{"text": "w1"}')
     with pytest.raises(SpecdecError, match=r"row 1: no prompt found \(keys: text\)"):
-        DataSynthesis(target, settings(folder, tmp_path, prompts=str(source)))
+        DataSynthesis(target, data_config(folder, tmp_path, prompts=str(source)))
 
 
 # --- duplicates and overlap ----------------------------------------------------------------------

@@ -350,6 +350,9 @@ class Conversation:
             if self.config.loops == "trim" and len(kept) >= SHORTEST_TRIMMED:
                 self._keep(job, question, turn, kept, "loop")
             return None
+        if not _without_stop(job):
+            self.counts["dropped_empty_answer"] += 1
+            return None
         self._keep(job, question, turn, job.output, str(job.finish))
         if turn + 1 == self.turn_count:
             return None

@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +64,24 @@ def stats_path(shard: Path) -> Path:
     return shard.with_suffix(".stats.json")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is either there in full or not at all, also after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file that is either there in full or not at all, also after a power cut.
+
+    Raises:
+        SpecdecError: the disk is full, or the folder cannot be written to.
+    """
+    data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise SpecdecError(
             f"cannot write {path}: {error.strerror}; what was complete before is kept"
         ) from error

@@ -1,0 +1,115 @@
+"""Training GliDe: next tokens from its own text and from the target's keys and values."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from specdec.drafters.glide import GlideConfig, GlideModel, block_mask, causal_mask
+from specdec.params import Params
+from specdec.target import Target
+from specdec.training.layers import last_layers
+from specdec.training.losses import Distance, Distilled, OutputRows, distill
+from specdec.training.recipe import Batch, Outcome, Recipe
+
+
+class GlideRecipe(Recipe):
+    """Source: GliDe (arXiv 2402.02082), with its block-wise mask; distilled, as its text is the
+    target's own.
+
+    The place of a token in its block says how far back the target's keys end: what the first token
+    of a block sees is what a draft's first token sees, and so on. The model has the target's
+    embedding and output layer.
+    """
+
+    class Params(Params):
+        name: Literal["glide"]
+        layers: int = Field(1, ge=1, description="layers, each onto one of the target's last")
+        block_size: int = Field(5, ge=1, description="tokens of a block: longest draft trained for")
+        by: Distance = Field("kl", description="distance of the distributions: kl or tv")
+        start: Literal["target", "random"] = Field(
+            "target", description="begin with the target's last layers, or with random weights"
+        )
+
+    def __init__(self, params: Params, target: Target, output: OutputRows, seed: int) -> None:
+        super().__init__()
+        self.params, self.output = params, output
+        torch.manual_seed(seed)
+        config = GlideConfig.for_target(
+            target.model, num_hidden_layers=params.layers, block_size=params.block_size
+        )
+        embedding, layer = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+        self.glide = GlideModel(config, target.model, embedding, layer)
+        if params.start == "target":
+            _start_from_target(self.glide, target)
+        self.layers = tuple(self.glide.target_layers)
+        self.dtype = target.dtype
+
+    def forward(self, batch: Batch, seed: int | None) -> Outcome:
+        count, length = batch.ids.shape
+        device = batch.ids.device
+        positions = torch.arange(length, device=device).expand(count, -1)
+        hidden = self.glide(
+            batch.ids,
+            positions,
+            [batch.layers[layer] for layer in self.layers],
+            causal_mask(length, device),
+            block_mask(length, self.params.block_size, device),
+        )
+        done = distill(
+            hidden[batch.trained][None], batch.features[batch.trained],
+            batch.norm[batch.trained], batch.best[batch.trained], self.output, self.params.by,
+        )  # fmt: skip
+        return self._by_place(done, batch.trained)
+
+    def _by_place(self, done: Distilled, trained: torch.Tensor) -> Outcome:
+        """Sums for each place in a block, which is a step ahead."""
+        size = self.params.block_size
+        place = (torch.arange(trained.shape[1], device=trained.device) % size).expand_as(trained)
+        at = torch.nn.functional.one_hot(place[trained], size).float()
+        whole = torch.zeros(trained.shape, dtype=torch.bool, device=trained.device)
+        whole[trained] = done.agreed[0]
+        blocks = trained.shape[1] // size
+        cut = (len(trained) * blocks, size)
+        chains = whole[:, : blocks * size].reshape(cut)
+        inside = trained[:, : blocks * size].reshape(cut).all(1)
+        return Outcome(
+            loss=done.loss.sum(),
+            positions=trained.sum(),
+            count=at.sum(0),
+            agreed=done.agreed[0].float() @ at,
+            acceptance=done.acceptance[0] @ at,
+            chains=chains[inside],
+        )
+
+    def save(self, folder: Path) -> None:
+        copy.deepcopy(self.glide).to(self.dtype).save_pretrained(folder)
+
+
+@torch.no_grad()
+def _start_from_target(glide: GlideModel, target: Target) -> None:
+    """The target's last layers and final norm; the cross-attention adds nothing at first."""
+    taken = {
+        f"model.{name}": t for name, t in last_layers(target, len(glide.target_layers)).items()
+    }
+    own = glide.state_dict()
+    norm = getattr(target.model.base_model, "norm", None)
+    if norm is not None:
+        taken["model.norm.weight"] = norm.weight
+    fitting = {
+        name: taken[name].to(tensor)
+        for name, tensor in own.items()
+        if name in taken and taken[name].shape == tensor.shape
+    }
+    for index in range(len(glide.target_layers)):
+        queries = taken.get(f"model.layers.{index}.self_attn.q_proj.weight")
+        outputs = taken.get(f"model.layers.{index}.self_attn.o_proj.weight")
+        for name, tensor in (("q_proj", queries), ("o_proj", outputs)):
+            key = f"model.layers.{index}.cross_attn.{name}.weight"
+            if tensor is not None and tensor.shape == own[key].shape:
+                fitting[key] = tensor.to(own[key])
+    glide.load_state_dict(own | fitting)
