@@ -114,7 +114,8 @@ def _try_sampled(
     tree: DraftTree, children: Tensor, p: Tensor, sampler: Sampler
 ) -> tuple[Tensor, Tensor]:
     """Try sampled children in order: the accepted one (-1 for none) `[B]`, and the residual `p`."""
-    assert tree.proposals is not None and tree.proposal is not None
+    assert tree.proposals is not None
+    assert tree.proposal is not None
     every = torch.arange(len(p), device=p.device)
     taken = torch.full((len(p),), -1, dtype=torch.long, device=p.device)
     order = children.cumsum(1)

@@ -35,7 +35,7 @@ from specdec import SpeculativeDecoder
 LENGTH = 4
 """New tokens whose law is enumerated."""
 PROMPT = [1, 2, 3, 1]
-ROWS = 2000
+ROWS = 1500
 """Rows of one call. They are independent, and differ in what they accept."""
 BOUND = 1e-6
 """Smallest probability of a chi-square test that passes."""
@@ -77,16 +77,17 @@ def exact_law(
     vocab = model.config.vocab_size
     table = torch.zeros((vocab + 1,) * length, dtype=torch.float64)
     ends = _as_list(settings.get("eos_token_id"))
-    # Each prefix is a prompt of its own here: a minimum of new tokens is one of the whole text.
-    if least := settings.pop("min_new_tokens", 0):
-        settings["min_length"] = len(prompt) + least
+    # Each prefix is a prompt of its own here, so a minimum of new tokens has to be counted here too.
+    least, banned = settings.pop("min_new_tokens", 0), settings.pop("suppress_tokens", [])
     texts, chances = torch.zeros(1, 0, dtype=torch.long), torch.ones(1, dtype=torch.float64)
     for written in range(length):
         prefix = torch.cat([torch.tensor([prompt]).expand(len(texts), -1), texts], dim=1)
+        suppressed = banned + (ends if written < least else [])
         answer = model.generate(
             prefix, attention_mask=torch.ones_like(prefix), max_new_tokens=1, do_sample=True,
             logits_processor=LogitsProcessorList(processors), output_scores=True,
-            return_dict_in_generate=True, pad_token_id=0, **({"top_k": 0} | settings),
+            return_dict_in_generate=True, pad_token_id=0, suppress_tokens=suppressed or None,
+            **({"top_k": 0} | settings),
         )  # fmt: skip
         p = torch.softmax(answer.scores[0].double(), dim=-1)
         place, token = p.nonzero(as_tuple=True)
