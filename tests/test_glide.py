@@ -13,12 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaForCausalLM,
     PreTrainedModel,
 )
+from typer.testing import CliRunner
 
 from specdec import SpecdecError, SpeculativeDecoder
 from specdec.cache import SlotCache
+from specdec.cli import make_app
 from specdec.drafters.glide import (
     GlideConfig,
     GlideDrafter,
@@ -336,7 +339,7 @@ class TestGreedy:
         torch.manual_seed(0)
         prompts = [torch.randint(3, 128, (length,)).tolist() for length in (33, 90, 150)]
         whole = decoder.generate(prompts, max_new_tokens=20, eos_token_id=[])
-        monkeypatch.setattr("specdec.drafters.glide.PREFILL_CHUNK", 32)
+        monkeypatch.setattr("specdec.target.PREFILL_CHUNK", 32)
         pieces = decoder.generate(prompts, max_new_tokens=20, eos_token_id=[])
         assert whole.token_ids == [tiny.plain(trained, prompt, 20) for prompt in prompts]
         assert pieces.token_ids == whole.token_ids
@@ -391,3 +394,36 @@ def test_sampling_keeps_the_targets_distribution(policy, tmp_path) -> None:
     target = law.tiny_llama()
     decoder = SpeculativeDecoder(target, glide(untrained_glide(tmp_path, target)), policy)
     law.assert_lossless(decoder, calls=2)
+
+
+@pytest.fixture(scope="module")
+def smollm2_head(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model for SmolLM2, which shares its vocabulary."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path)
+    return untrained_glide(tmp_path_factory.mktemp("head"), model, own_vocabulary=False)
+
+
+@pytest.mark.parametrize("expand", [None, "cape"])
+def test_the_command_line_runs_it_on_smollm2(smollm2_path, smollm2_head, expand) -> None:
+    sections = {
+        "target.model": smollm2_path, "target.dtype": "float32", "drafter.name": "glide",
+        "drafter.checkpoint": smollm2_head, "policy.name": "svip",
+        "generation.max_new_tokens": 8,
+    }  # fmt: skip
+    if expand is not None:
+        sections["drafter.expand"] = expand
+    chosen = [part for key, value in sections.items() for part in ("--set", f"{key}={value}")]
+    done = CliRunner().invoke(
+        make_app(), ["generate", "--prompt", "Name a fish.", "--json", *chosen]
+    )
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert result["stats"]["drafted"] > 0
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Name a fish."}], add_generation_prompt=True
+    )
+    prompt = chat["input_ids"] if hasattr(chat, "keys") else chat
+    expected = tiny.plain(model, prompt, 8)
+    assert result["results"][0]["token_ids"] == expected[: len(result["results"][0]["token_ids"])]
