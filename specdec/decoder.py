@@ -157,7 +157,8 @@ class SpeculativeDecoder:
             output_scores: keep scores and logits of every new token.
             keep_trees: keep each round's draft tree in its record.
             continue_from: an earlier output (one row); what its text and this prompt have in common
-                is not read again. It can be continued once.
+                is not read again. Its caches move to the new output: continued a second time, it is
+                read again.
             **settings: any field of `GenerationSettings`, e.g. `max_new_tokens`, `temperature`.
 
         Raises:

@@ -22,7 +22,7 @@ from specdec.metrics import Clock, RoundRecord
 from specdec.policies.base import LengthPolicy
 from specdec.sampling import Sampler, check_processors
 from specdec.state import GenerationState
-from specdec.target import Target, TargetPass
+from specdec.target import Target, TargetPass, pieces
 from specdec.verification import Verdict, verify
 
 ROUNDS_BEFORE_WARNING = 50
@@ -61,7 +61,8 @@ class Generation:
 
     Works on shallow copies of the drafter and the policy, so nothing leaks into another generation.
     `previous` is a finished generation of one row, as this one has, whose caches are taken over: what
-    its text and the new prompt have in common is not read again.
+    its text and the new prompt have in common is not read again. It lends them once; without them
+    the whole text is read.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Generation:
         self.scores: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.texts]
         self.records: list[RoundRecord] = []
         self.prefill_seconds = 0.0
+        self.lent = False
         rounds = request.auto_off
         self.auto_off = None if rounds is None else AutoOff(rounds, len(self.texts))
         self.state = self._new_state()
@@ -239,7 +241,7 @@ class Generation:
         state = self.state
         started = time.perf_counter()
         logits: Tensor | None = None
-        for starts, counts in self.target.prefill_pieces(state):
+        for starts, counts in pieces(state.cache.lengths, state.lengths):
             done = self.target.prefill(state, starts, counts, self._features)
             if self.drafter is not None:
                 self.drafter.prefill(state, done)
@@ -283,12 +285,13 @@ class Generation:
 
     def _take_over(self, drafter: Drafter | None, previous: Generation | None) -> Drafter | None:
         """A drafter of this generation's own; with the caches of `previous` as far as they fit."""
-        if previous is None or previous.prototype is not drafter:
+        if previous is None or not previous.lends(self.target, drafter):
             if drafter is None:
                 return None
             drafter = copy.copy(drafter)
             drafter.start(self.state)
             return drafter
+        previous.lent = True
         # One token that both have in common is read again: a drafter that pairs a position's feature
         # with the next token needs the feature where the texts part.
         shared = max(0, _common_prefix(previous.texts[0], self.texts[0]) - 1)
@@ -298,6 +301,10 @@ class Generation:
         if previous.drafter is not None:
             previous.drafter.rewind([shared])
         return previous.drafter
+
+    def lends(self, target: Target, drafter: Drafter | None) -> bool:
+        """Whether the caches are still here, and are those of this target and this drafter."""
+        return not self.lent and self.target is target and self.prototype is drafter
 
     def _check_budget(self) -> None:
         """End rows that may write nothing; warn about texts that the context will cut."""

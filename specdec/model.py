@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,9 +190,7 @@ def _check(model: PreTrainedModel, config: Any, role: str) -> Window:
         "has no output embedding; load it as a causal LM": model.get_output_embeddings() is None,
         "uses ALiBi, whose biases follow cache slots and not positions; use a model with rotary or "
         "learned positions": getattr(config, "alibi", False) or config.model_type in ALIBI,
-        "reads in both directions; load it with is_decoder=True": not getattr(
-            config, "is_decoder", True
-        ),
+        "reads in both directions; load it with is_decoder=True": _reads_both_ways(model, config),
         "takes no position_ids, and the branches of a draft tree share slots of the text": (
             "position_ids" not in taken
         ),
@@ -204,6 +203,12 @@ def _check(model: PreTrainedModel, config: Any, role: str) -> Window:
         if found:
             raise SpecdecError(f"{role}: {type(model).__name__} {fault}.")
     return _window(config, type(model).__name__, role)
+
+
+def _reads_both_ways(model: PreTrainedModel, config: Any) -> bool:
+    # Some causal models leave is_decoder at False too; they have no mask for the other direction.
+    module = sys.modules[type(model).__module__]
+    return not getattr(config, "is_decoder", True) and hasattr(module, "create_bidirectional_mask")
 
 
 def _window(config: Any, name: str, role: str) -> Window:

@@ -89,17 +89,6 @@ class Target(CachedModel):
         config = getattr(self.model, "generation_config", None) or self.config
         return getattr(config, "eos_token_id", None)
 
-    def prefill_pieces(self, state: GenerationState) -> Iterator[tuple[list[int], list[int]]]:
-        """`(starts, counts)` of the passes that read what the cache does not hold yet."""
-        starts = list(state.cache.lengths)
-        while starts != state.lengths:
-            counts = [
-                min(PREFILL_CHUNK, length - start)
-                for start, length in zip(starts, state.lengths, strict=True)
-            ]
-            yield starts, counts
-            starts = [start + count for start, count in zip(starts, counts, strict=True)]
-
     def prefill(
         self, state: GenerationState, starts: list[int], counts: list[int], features: bool
     ) -> TargetPass:
@@ -138,6 +127,15 @@ class Target(CachedModel):
 
     def new_cache(self, batch_size: int) -> SlotCache:
         return SlotCache(batch_size)
+
+
+def pieces(starts: list[int], ends: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """`(starts, counts)` of the passes that read each row from its start to its end."""
+    starts = list(starts)
+    while starts != ends:
+        counts = [min(PREFILL_CHUNK, end - at) for at, end in zip(starts, ends, strict=True)]
+        yield starts, counts
+        starts = [at + count for at, count in zip(starts, counts, strict=True)]
 
 
 def load_pretrained(

@@ -43,20 +43,23 @@ SIZES: dict[str, Any] = (
         "vocab_size": 96, "head_dim": 8, "qk_rope_head_dim": 4, "num_key_value_heads": 2,
         "num_experts_per_tok": 2, "rotary_pct": 0.5, "encoder_layers": 1,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-        "is_decoder": True, "is_encoder_decoder": False,
+        "is_encoder_decoder": False,
     }
 )  # fmt: skip
 MORE = {"gpt_neo": {"attention_types": [[["global", "local"], 1]]}}
 UNSETTABLE = {"falcon": "head_dim"}
 
 
-def tiny(model_type: str) -> PreTrainedModel | None:
+def tiny(model_type: str, is_decoder: bool) -> PreTrainedModel | None:
     """A random model of this type; None where these sizes do not make one."""
     try:
         blank = CONFIG_MAPPING[model_type]()
         known = {name: value for name, value in SIZES.items() if hasattr(blank, name)}
         if hasattr(blank, "kv_lora_rank"):
             known["num_key_value_heads"] = HEADS
+        if is_decoder and not hasattr(blank, "is_decoder"):
+            return None
+        known |= {"is_decoder": True} if is_decoder else {}
         known.pop(UNSETTABLE.get(model_type, ""), None)
         config = type(blank)(**known, **MORE.get(model_type, {}))
         with torch.device("meta"):
@@ -75,9 +78,10 @@ def tiny(model_type: str) -> PreTrainedModel | None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_decoder", [False, True], ids=["default", "is_decoder"])
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_refused_or_exact(model_type):
-    model = tiny(model_type)
+def test_refused_or_exact(model_type, is_decoder):
+    model = tiny(model_type, is_decoder)
     if model is None:
         pytest.skip("no tiny model of this type")
     try:

@@ -18,7 +18,7 @@ from specdec.host import send
 from specdec.model import CachedModel
 from specdec.params import Params
 from specdec.state import GenerationState
-from specdec.target import Target, TargetPass, load_pretrained
+from specdec.target import Target, TargetPass, load_pretrained, pieces
 
 
 class AutoregressiveDrafter(ChainDrafter):
@@ -70,28 +70,29 @@ class AutoregressiveDrafter(ChainDrafter):
 
     def first(self, state: GenerationState) -> Tensor:
         self.fed = 0
-        device = self.model.device
-        starts = list(self.cache.lengths)
-        counts = [
-            length - start if limit > 0 else 0
-            for length, start, limit in zip(state.lengths, starts, state.limits, strict=True)
-        ]
-        offsets = torch.arange(max(counts), device=device)
-        index = send(starts, device)[:, None] + offsets
+        device, begun = self.model.device, list(self.cache.lengths)
         ids = state.ids.to(device)
-        tokens = ids.gather(1, index.clamp_max(ids.shape[1] - 1)).clamp_max(
-            self.model.vocab_size - 1
-        )
-        last = send(counts, device).clamp_min(1) - 1
-        logits = self._logits(tokens, starts, last)
-        self.cache.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        return logits
+        ends = [
+            length if limit > 0 else start
+            for start, length, limit in zip(begun, state.lengths, state.limits, strict=True)
+        ]
+        behind_root: Tensor | None = None
+        for starts, counts in pieces(begun, ends):
+            index = send(starts, device)[:, None] + torch.arange(max(counts), device=device)
+            tokens = ids.gather(1, index.clamp_max(ids.shape[1] - 1))
+            count = send(counts, device)
+            logits = self._logits(tokens, starts, count.clamp_min(1) - 1)
+            if behind_root is not None:
+                logits = torch.where(count[:, None] > 0, logits, behind_root)
+            behind_root = logits
+        assert behind_root is not None, "a round has rows that draft"
+        self.cache.lengths = ends
+        return behind_root
 
     def following(self, tokens: Tensor, depth: int) -> Tensor:
         starts = [length + depth - 1 for length in self.cache.lengths]
         self.fed = depth
-        fed = tokens.clamp_max(self.model.vocab_size - 1)
-        return self._logits(fed[:, None], starts, torch.zeros_like(tokens))
+        return self._logits(tokens[:, None], starts, torch.zeros_like(tokens))
 
     def commit(self, state: GenerationState, outcome: RoundOutcome, checked: TargetPass) -> None:
         # What was fed sits in the slots where the accepted tokens belong. The last drafted token was
@@ -108,7 +109,9 @@ class AutoregressiveDrafter(ChainDrafter):
         self.cache.keep_rows(rows)
 
     def _logits(self, tokens: Tensor, starts: list[int], last: Tensor) -> Tensor:
-        """`[B, Vd]` behind token `last[b]` of each row."""
+        """`[B, Vd]` behind token `last[b]` of each row of `tokens [B, T]`."""
+        # An id that only the target has can only come from the prompt or from the target itself.
+        tokens = tokens.clamp_max(self.model.vocab_size - 1)
         if self.output is None:
             done = self.model.forward(tokens, self.cache, starts, keep=last[:, None])
             return done.logits[:, 0, : self.vocabulary.shared]

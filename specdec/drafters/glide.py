@@ -30,7 +30,7 @@ from specdec.host import send
 from specdec.params import Params, validate
 from specdec.plugins import resolve_model
 from specdec.state import GenerationState
-from specdec.target import PREFILL_CHUNK, Target
+from specdec.target import Target, pieces
 
 
 class GlideDrafter(ChainDrafter):
@@ -83,14 +83,12 @@ class GlideDrafter(ChainDrafter):
         self._look_at_target(state.cache)
         device, begun = self.model.device, list(self.cache.lengths)
         ids, every = state.ids.to(device), torch.arange(state.batch_size, device=device)
-        starts = list(begun)
         ends = [
             length if limit > 0 else start
             for start, length, limit in zip(begun, state.lengths, state.limits, strict=True)
         ]
         behind_root: Tensor | None = None
-        while starts != ends:
-            counts = [min(PREFILL_CHUNK, end - at) for at, end in zip(starts, ends, strict=True)]
+        for starts, counts in pieces(begun, ends):
             count = send(counts, device)
             index = send(starts, device)[:, None] + torch.arange(max(counts), device=device)
             hidden = self._read(ids.gather(1, index.clamp_max(ids.shape[1] - 1)), starts)
@@ -98,7 +96,6 @@ class GlideDrafter(ChainDrafter):
             if behind_root is not None:
                 last = torch.where(count[:, None] > 0, last, behind_root)
             behind_root = last
-            starts = [at + count for at, count in zip(starts, counts, strict=True)]
         assert behind_root is not None, "a round has rows that draft"
         self.cache.lengths = [max(start, end - 1) for start, end in zip(begun, ends, strict=True)]
         return self.logits(behind_root)
