@@ -14,6 +14,7 @@ from specdec.drafters.cape import CapeDrafter, widen
 from specdec.model import CachedModel
 from specdec.policies import ConfidencePolicy, FixedPolicy, HeuristicPolicy, SVIPPolicy
 from tests import law, tiny
+from tests.drafters import eagle2
 from tests.glide_models import untrained_glide
 
 POLICIES = [
@@ -103,6 +104,13 @@ class TestGreedy:
         assert wide.statistics.rounds < alone.statistics.rounds
         single = [tree.generate([prompt], max_new_tokens=40) for prompt in PROMPTS]
         assert [output.token_ids[0] for output in single] == expected
+
+    def test_widens_an_eagle_chain(self, target) -> None:
+        decoder = SpeculativeDecoder(target, CapeDrafter(base=eagle2(target, chain=True)))
+        output = decoder.generate(PROMPTS, max_new_tokens=40)
+        expected = SpeculativeDecoder(target).generate(PROMPTS, max_new_tokens=40)
+        assert output.token_ids == expected.token_ids
+        assert output.statistics.accepted > 0
 
     def test_with_processors_and_a_reduced_vocabulary(self, target, drafter) -> None:
         """The chain's token is then not the raw top token; candidates come from the list alone."""
@@ -201,6 +209,13 @@ class TestSampling:
     def test_keeps_the_targets_distribution(self, small, bases, name, policy) -> None:
         drafter = CapeDrafter(base=bases[name], thresholds=[0.3, 0.5], candidates=[4, 3, 2])
         law.assert_lossless(SpeculativeDecoder(small, drafter, policy), calls=2)
+
+    @pytest.mark.parametrize("sample", [False, True])
+    def test_of_an_eagle_chain_too(self, small, sample) -> None:
+        drafter = CapeDrafter(
+            base=eagle2(small, chain=True, sample=sample), thresholds=[0.3], candidates=[3, 2]
+        )
+        law.assert_lossless(SpeculativeDecoder(small, drafter), calls=2)
 
     def test_would_notice_a_wrong_proposal(self, small, bases) -> None:
         """Trying the chain's token with a `q` that it was not drawn from is not lossless."""

@@ -8,6 +8,7 @@ from specdec.draft import DraftStep, DraftTree, RoundOutcome
 from specdec.params import Configurable
 
 if TYPE_CHECKING:
+    from specdec.drafters.vocab import DraftVocabulary
     from specdec.state import GenerationState
     from specdec.target import Target, TargetPass
 
@@ -30,10 +31,13 @@ class Drafter(Configurable):
     """Whether `prefill` and `commit` get the target's features (the output layer's input)."""
     max_positions: int | None = None
     """Longest text that the drafter can read, in tokens; beyond it nothing is drafted."""
-    proposes_chain: bool = False
-    """Whether its drafts are chains of tokens that come from distributions, so that `cape` can widen
-    them. `vocabulary` (a `DraftVocabulary`) then says which ids the distributions are over."""
     vocabulary: DraftVocabulary
+    """Which ids the distributions of its steps are over, where it has distributions."""
+
+    @property
+    def proposes_chain(self) -> bool:
+        """Whether its drafts are chains of tokens that come from distributions: `cape` widens those."""
+        return False
 
     def attach(self, target: Target) -> None:
         """Load what is needed for `target`, and check that the two fit.

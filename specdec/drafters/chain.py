@@ -20,8 +20,11 @@ class ChainDrafter(Drafter):
     They may cover a reduced vocabulary, which `vocabulary` maps to the target's ids.
     """
 
-    proposes_chain = True
     last_step: DraftStep
+
+    @property
+    def proposes_chain(self) -> bool:
+        return True
 
     def first(self, state: GenerationState) -> Tensor:
         """`[B, V]` raw logits behind the root, after catching up with what was committed.
