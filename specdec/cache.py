@@ -27,13 +27,15 @@ class SlotCache(Cache):
         layers: one `SlotLayer` a model layer, with `keys` and `values` `[B, heads, S, head size]`.
     """
 
+    layers: list[SlotLayer]  # type: ignore[assignment]
+
     def __init__(self, batch_size: int) -> None:
         super().__init__(layers=[])
         self.lengths = [0] * batch_size
         self._placement = Placement([0] * batch_size, 0)
 
     def place(self, starts: list[int], count: int) -> None:
-        """The next forward pass writes `count` tokens of row b to slots `starts[b]`, `starts[b] + 1`, ..."""
+        """The next forward pass writes `count` tokens of row b to the slots from `starts[b]` on."""
         self._placement = Placement(starts, count)
 
     @property
@@ -41,7 +43,7 @@ class SlotCache(Cache):
         """Slots that the attention of the pass just placed reads."""
         return self._placement.used
 
-    def update(  # type: ignore[override]
+    def update(
         self,
         key_states: Tensor,
         value_states: Tensor,
@@ -56,7 +58,6 @@ class SlotCache(Cache):
     def committed(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer up to the end of the longest row; nothing is copied."""
         layer = self.layers[layer_idx]
-        assert isinstance(layer, SlotLayer)
         used = max(self.lengths)
         return layer.keys[:, :, :used], layer.values[:, :, :used]
 
@@ -159,7 +160,7 @@ class SlotLayer(CacheLayerMixin):
             new[:, :, :have] = old
             setattr(self, name, new)
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("SlotCache.update writes; a layer alone does not know where to.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,12 +155,11 @@ class DraftTree:
         """The same tree on the target's device (a drafter may live on another)."""
         if self.tokens.device == device:
             return self
-        moved = {
-            name: value.to(device)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
+        parts = {part.name: getattr(self, part.name) for part in fields(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in parts.items() if isinstance(value, Tensor)
         }
-        return replace(self, **{name: moved[name] for name in moved if name in _TREE_FIELDS})
+        return replace(self, **moved)
 
     @property
     def size(self) -> int:
@@ -191,9 +191,6 @@ class DraftTree:
             index = torch.arange(self.size + 1, device=self.tokens.device)
             return index.expand(self.tokens.shape[0], -1)
         return self.ancestors.sum(-1) - 1
-
-
-_TREE_FIELDS = {each.name for each in fields(DraftTree)}
 
 
 @dataclass

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from specdec.errors import SpecdecError
+from specdec.host import send
 
 if TYPE_CHECKING:
     from specdec.state import GenerationState
@@ -85,7 +86,9 @@ class Sampler:
         self.seed = seed
         self._generators.clear()
 
-    def scores(self, logits: Tensor, state: GenerationState, path: Tensor, rows: Tensor | None = None) -> Tensor:  # fmt: skip
+    def scores(
+        self, logits: Tensor, state: GenerationState, path: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
         """Processed scores `[R, V]`, float32.
 
         Args:
@@ -101,28 +104,34 @@ class Sampler:
         if self.no_eos_before is not None:
             self._forbid_early_end(scores, state, owners, path.shape[1])
         if not self.reads_prefix:
-            return self.processors(state.ids[:1, :1], scores)
+            return self.processors(state.ids[:1, :1], scores)  # type: ignore[arg-type]
         by_length = defaultdict(list)
         for node, row in enumerate(owners):
             by_length[state.lengths[row]].append(node)
         done = torch.empty_like(scores)
         for length, nodes in by_length.items():
-            committed = state.ids[[owners[node] for node in nodes], :length]
-            prefix = torch.cat([committed.to(scores.device), path[nodes].to(scores.device)], dim=1)
-            done[nodes] = self.processors(prefix, scores[nodes])
+            committed = state.ids[send([owners[node] for node in nodes], state.device), :length]
+            here = send(nodes, scores.device)
+            drafted = path.to(scores.device)[here]
+            prefix = torch.cat([committed.to(scores.device), drafted], dim=1)
+            done[here] = self.processors(prefix, scores[here])  # type: ignore[arg-type]
         return done
 
     def _forbid_early_end(
         self, scores: Tensor, state: GenerationState, owners: list[int], depth: int
     ) -> None:
-        assert self.no_eos_before is not None and self.eos is not None
+        assert self.no_eos_before is not None
+        assert self.eos is not None
         early = [
             node
             for node, row in enumerate(owners)
             if state.lengths[row] + depth < self.no_eos_before[state.rows[row]]
         ]
-        if early:
-            scores[torch.tensor(early)[:, None], torch.tensor(self.eos)] = -torch.inf
+        # A generation config may name an end of text that the model has no logit for.
+        ends = [token for token in self.eos if token < scores.shape[-1]]
+        if early and ends:
+            rows, tokens = send(early, scores.device), send(ends, scores.device)
+            scores[rows[:, None], tokens] = -torch.inf
 
     def draw(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens `[R]` for scores `[R, V]`, and the distribution `[R, V]` they were drawn from.

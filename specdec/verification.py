@@ -66,7 +66,8 @@ def verify(
     node = torch.zeros(batch, dtype=torch.long, device=device)
     open_ = torch.ones(batch, dtype=torch.bool, device=device)
     accepted = torch.zeros(batch, dtype=torch.long, device=device)
-    path, tokens, kept = [node], [], []
+    path, kept = [node], []
+    tokens: list[Tensor] = []
     for level in range(tree.depth + 1):
         drafted = torch.stack(tokens, 1) if tokens else node.new_zeros(batch, 0)
         raw = logits[every, node]
