@@ -102,7 +102,7 @@ def read(
     folder = Path()
     document: dict[str, Any] = {}
     if isinstance(config, Mapping):
-        document = dict(config)
+        document = _copy(config)
     elif config is not None:
         folder = Path(config).parent
         document = parse_file(Path(config), places)
@@ -198,11 +198,10 @@ class Places:
 
     def _with_place(self, line: str) -> str:
         path = tuple(line.partition(": ")[0].split("."))
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.of:
-                place = self.of[path[:length]]
-                return place + line
-        return line
+        around = [path[:length] for length in range(len(path), 0, -1)]
+        inside = [known for known in self.of if known[: len(path)] == path]
+        known = next((each for each in [*around, *inside] if each in self.of), None)
+        return self.of[known] + line if known else line
 
 
 # --- from text to plain data ---------------------------------------------------------------------
@@ -274,6 +273,13 @@ def parse_setting(text: str) -> tuple[list[str], Any]:
 # --- from plain data to a checked configuration --------------------------------------------------
 
 
+def _copy(value: Any) -> Any:
+    """Mappings copied, all levels of them; what stands in them (loaded models too) as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _copy(inner) for key, inner in value.items()}
+
+
 def _check_keys(document: Mapping[Any, Any]) -> None:
     for key in document:
         if key not in KEYS:
@@ -295,16 +301,22 @@ def _written_out(section: str, value: Any) -> Any:
     return {**DEFAULTS[section], **value} if isinstance(value, Mapping) else value
 
 
-def put(container: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set `path` to `value`; a mapping completes the one that is there, unless it names another."""
+def put(container: dict[str, Any], path: list[str], value: Any, outer: str = "") -> None:
+    """Set `path` to `value`; a mapping completes the one that is there, unless it names another.
+
+    Raises:
+        SpecdecError: something on the path is no mapping; `outer` is the path of the container.
+    """
     key, *rest = path
     if rest:
         inner = container.get(key)
         inner = {"name": inner} if isinstance(inner, str) else inner or {}
         if not isinstance(inner, dict):
-            raise SpecdecError(f"{key}: has no keys of its own (it is {shorten(inner)}).")
+            raise SpecdecError(
+                f"{outer}{'.'.join(path)}: {key} has no keys of its own (it is {shorten(inner)})."
+            )
         container[key] = inner
-        put(inner, rest, value)
+        put(inner, rest, value, f"{outer}{key}.")
         return
     if key in NAMING_KEY and isinstance(value, str):
         value = {NAMING_KEY[key]: value}
@@ -318,8 +330,6 @@ def put(container: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _check(document: dict[str, Any], folder: Path, places: Places) -> Config:
-    from specdec.generation import GenerationSettings
-
     _check_keys(document)
     for plugin in list_of_names(document["plugins"]):
         plugins.registry().add_listed(plugin, folder, "plugins")
@@ -327,7 +337,7 @@ def _check(document: dict[str, Any], folder: Path, places: Places) -> Config:
         "target": lambda value: check_target(value, folder),
         "drafter": lambda value: plugins.make_drafter(locate(value, "drafter", folder)),
         "policy": plugins.make_policy,
-        "generation": lambda value: validate(GenerationSettings, value, "generation"),
+        "generation": _check_generation,
         "seed": check_seed,
     }
     checked, faults = {}, []
@@ -381,6 +391,14 @@ def locate(value: Any, where: str, folder: Path) -> Any:
         else:
             located[key] = locate(inner, f"{where}.{key}", folder)
     return located
+
+
+def _check_generation(value: Any) -> GenerationSettings:
+    from specdec.generation import GenerationSettings
+
+    if not isinstance(value, Mapping):
+        raise SpecdecError(f"generation: expected a mapping (found {shorten(value)}).")
+    return validate(GenerationSettings, dict(value), "generation")
 
 
 def check_seed(value: Any) -> int | None:
