@@ -298,7 +298,14 @@ class SpeculativeDecoder:
 
     def _settings(self, given: dict[str, Any]) -> GenerationSettings:
         merged = self.settings.model_dump() | given
-        return validate(GenerationSettings, merged, where="generate")
+        chosen = validate(GenerationSettings, merged, where="generate")
+        for name in ("top_k", "top_p", "min_p"):
+            if given.get(name) is not None and chosen.temperature == 0:
+                raise SpecdecError(
+                    f"generate.{name}: has no effect without a temperature above 0 (it is 0, which "
+                    "is greedy); give both or neither."
+                )
+        return chosen
 
     def _output(self, generation: Generation, wall: float) -> GenerationOutput:
         prompts = generation.request.prompts
@@ -308,7 +315,7 @@ class SpeculativeDecoder:
             texts = self.tokenizer.batch_decode(
                 new, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
-        kept = generation.scores if generation.request.keep_scores else None
+        kept: Any = generation.scores if generation.request.keep_scores else None
         records = generation.records
         return GenerationOutput(
             token_ids=new,

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from specdec.text import INCOMPLETE
+from tests.tiny import llama
 
 TEXT = [
     "the cat sat on the mat, and the dog sat on the log.",
@@ -25,6 +30,19 @@ def byte_level(size: int = 320) -> PreTrainedTokenizerFast:
     )  # fmt: skip
     raw.train_from_iterator(TEXT[:2], trainer)
     return _wrapped(raw)
+
+
+@functools.cache
+def speaking_llama() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A Llama that writes whole characters, and its tokenizer; the same objects for all tests."""
+    tokenizer = byte_level()
+    model = llama(seed=5, vocab_size=len(tokenizer))
+    for token in range(len(tokenizer)):
+        if not tokenizer.decode([token]).replace(INCOMPLETE, "\n").isprintable() or token < len(
+            SPECIAL
+        ):
+            model.lm_head.weight.data[token] = 0
+    return model, tokenizer
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:

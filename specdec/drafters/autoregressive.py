@@ -67,6 +67,7 @@ class AutoregressiveDrafter(ChainDrafter):
 
     def start(self, state: GenerationState) -> None:
         self.cache = SlotCache(state.batch_size)
+        self.fed = 0
 
     def first(self, state: GenerationState) -> Tensor:
         self.fed = 0
