@@ -179,9 +179,10 @@ class TestParameters:
     @pytest.mark.parametrize(
         ("table", "fault"),
         [
-            ({"thresholds": [0.5]}, "1 thresholds part 2 levels"),
-            ({"thresholds": [0.6, 0.3, 0.8]}, "must rise"),
-            ({"candidates": [8, 6, 4, 0]}, "at least 1"),
+            ({"thresholds": [0.5]}, r"candidates: 1 thresholds part 2 levels"),
+            ({"candidates": [4]}, r"candidates: 3 thresholds part 4 levels.*\[4\]"),
+            ({"thresholds": [0.6, 0.3, 0.8]}, r"thresholds: thresholds must rise"),
+            ({"candidates": [8, 6, 4, 0]}, r"candidates: .* at least 1"),
         ],
     )
     def test_a_table_that_does_not_add_up_is_refused(self, table, fault) -> None:

@@ -9,7 +9,8 @@ import copy
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from specdec.draft import DraftStep, DraftTree, RoundOutcome
@@ -47,21 +48,29 @@ class CapeDrafter(Drafter):
             [0.3, 0.6, 0.8], description="rising top probabilities that part the confidence levels"
         )
         candidates: list[int] = Field(
-            [8, 6, 4, 2], description="candidates at each level, the chain's own token included"
+            [8, 6, 4, 2],
+            description="candidates at each level, the chain's own token included",
+            validate_default=True,
         )
 
-        @model_validator(mode="after")
-        def _table(self) -> Any:
-            if len(self.candidates) != len(self.thresholds) + 1:
-                raise ValueError(
-                    f"{len(self.thresholds)} thresholds part {len(self.thresholds) + 1} levels, "
-                    f"found {len(self.candidates)} candidates"
-                )
-            if self.thresholds != sorted(set(self.thresholds)):
-                raise ValueError(f"thresholds must rise, found {self.thresholds}")
-            if min(self.candidates) < 1:
-                raise ValueError("candidates count the chain's own token, so each is at least 1")
-            return self
+        @field_validator("thresholds")
+        @classmethod
+        def _rise(cls, thresholds: list[float]) -> list[float]:
+            if thresholds != sorted(set(thresholds)):
+                raise PydanticCustomError("thresholds", "thresholds must rise")
+            return thresholds
+
+        @field_validator("candidates")
+        @classmethod
+        def _one_a_level(cls, candidates: list[int], found: ValidationInfo) -> list[int]:
+            levels = len(found.data.get("thresholds", candidates[1:])) + 1
+            if len(candidates) != levels:
+                told = f"{levels - 1} thresholds part {levels} levels: give as many candidates"
+                raise PydanticCustomError("candidates", told)
+            if min(candidates) < 1:
+                told = "the chain's own token is one of them, so each is at least 1"
+                raise PydanticCustomError("candidates", told)
+            return candidates
 
     def __init__(self, **parameters: Any) -> None:
         super().__init__(**parameters)
