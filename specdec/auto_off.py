@@ -44,7 +44,8 @@ class AutoOff:
         if not any(record.drafted):
             self.plain.append(record.seconds)
         plain = sum(self.plain) / len(self.plain) if self.plain else 0.0
-        cost = record.seconds / (plain or record.seconds - record.draft_seconds)
+        # No round is cheaper than a plain one, though a machine's hiccups may say so.
+        cost = max(1.0, record.seconds / (plain or record.seconds - record.draft_seconds))
         for place, row in enumerate(record.rows):
             if self.pauses[row]:
                 self.pauses[row] -= 1

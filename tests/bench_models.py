@@ -7,40 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from tests.tiny import build, noisy
+from tests.tiny import llama, noisy
+from tests.tiny_tokenizers import byte_level
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and an end of text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, "</s>": 1} | {letter: i + 2 for i, letter in enumerate(alphabet)}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(["<pad>", "</s>"])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", chat_template=TEMPLATE
-    )
-    return tokenizer
 
 
 def save_models(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, str]:
     """Folders of a `target` and of a `drafter` that is right most of the time."""
-    tokenizer = byte_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=None,
-        eos_token_id=1, pad_token_id=0, tie_word_embeddings=False, initializer_range=0.4,
-    )  # fmt: skip
-    target = build(config, seed=8).to(dtype)
+    tokenizer = byte_level()
+    tokenizer.chat_template = TEMPLATE
+    target = llama(
+        seed=10, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+        max_position_embeddings=1024,
+    ).to(dtype)  # fmt: skip
     places = {}
     for name, model in (("target", target), ("drafter", noisy(target, 0.05))):
         places[name] = str(folder / name)
@@ -59,4 +43,27 @@ def write_questions(path: Path, per_category: int = 2) -> Path:
                 {"question_id": len(rows), "category": category, "turns": [text, "Why?"][:turns]}
             )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+GRID = """
+target: {{model: {target}, dtype: float32}}
+questions: {questions}
+generation: {{max_new_tokens: 24}}
+temperature: [0, 1]
+peers: [transformers, assisted, prompt-lookup]
+rows:
+  - drafter: {{name: autoregressive, model: {drafter}}}
+    policy: [{{name: fixed, length: [3, 5]}}, svip, oracle]
+  - {{drafter: ngram, policy: fixed, temperature: 0}}
+  - {{drafter: {{name: autoregressive, model: {drafter}}}, policy: svip, name: eights, batch_size: 2}}
+"""
+
+
+def write_grid(folder: Path, text: str = GRID, **names: str) -> Path:
+    """A benchmark's configuration with the tiny models and questions, all in `folder`."""
+    places = save_models(folder)
+    questions = write_questions(folder / "questions.jsonl", per_category=2)
+    path = folder / "grid.yaml"
+    path.write_text(text.format(**places, questions=questions, **names))
     return path

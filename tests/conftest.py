@@ -36,3 +36,16 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = llama(seed=10, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def bench_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a benchmark run over tiny models that has ended, `grid.yaml` beside it."""
+    from specdec.bench.config import read
+    from specdec.bench.runner import BenchRun
+    from tests.bench_models import write_grid
+
+    folder = tmp_path_factory.mktemp("bench")
+    run = BenchRun(read(write_grid(folder)), folder / "run")
+    run.run()
+    return run.folder.path

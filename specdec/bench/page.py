@@ -86,6 +86,10 @@ def _run(run: Run) -> str:
         _table(run, without_loops=True),
         _cards(_speedup_cards(run)),
         "<h2>Where the time goes</h2>",
+        "<p>Drafted: tokens of a round, levels on a tree. c: a drafting step, and check: the pass "
+        "over a draft, in target passes over one token. Predicted: τ / (drafted · c + 1); measured: "
+        "decoding alone; both over our own loop without a drafter. Memory: beyond what was loaded. "
+        "Equal: answers that are the baseline's token by token.</p>",
         *(_costs(run, setting) for setting in run.settings),
         _cards(_round_cards(run)),
         "<h2>How drafts end</h2>",
@@ -170,8 +174,8 @@ def _html_table(head: Sequence[str], body: Sequence[str]) -> str:
 def _costs(run: Run, setting: Setting) -> str:
     """Rounds, costs, and the speed-up over plain decoding that they predict."""
     head = ["", "τ", "α", "drafted", "c", "check", "draft ms", "target ms", "other ms", "predicted",
-            "measured", "memory MB", "equal", "what holds it back"]  # fmt: skip
-    body = []
+            "measured", "memory MB", "equal"]  # fmt: skip
+    body, slow = [], []
     for method in run.methods(setting):
         entry = run.entry(method, setting)
         assert entry is not None
@@ -183,18 +187,12 @@ def _costs(run: Run, setting: Setting) -> str:
             "–" if entry["memory_mb"] is None else f"{entry['memory_mb']:.0f}",
             "–" if entry["equal_share"] is None else f"{entry['equal_share']:.0%}",
         ]  # fmt: skip
-        body.append(
-            f"<tr><th>{_marked(method + mark(entry))}</th>"
-            + "".join(f"<td>{cell}</td>" for cell in cells)
-            + f"<td class='left'>{escape(entry['diagnosis'] or '')}</td></tr>"
-        )
-    return (
-        f"<h3>{escape(_sentence(setting_name(setting))[:-1])}</h3><p class='soft'>c: a drafting "
-        "step, and check: the pass over a draft, in target passes over one token. Predicted: "
-        "τ / (drafted · c + 1); measured: decoding alone; both over our own loop without a "
-        "drafter. Equal: share of answers that are the baseline's token by token. Memory: beyond "
-        f"what was loaded.</p>{_html_table(head, body)}"
-    )
+        name = _marked(method + mark(entry))
+        body.append(f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        if entry["diagnosis"]:
+            slow.append(f"<li><strong>{escape(method)}</strong>: {escape(entry['diagnosis'])}</li>")
+    title = escape(_sentence(setting_name(setting))[:-1])
+    return f"<h3>{title}</h3>{_html_table(head, body)}<ul>{''.join(slow)}</ul>"
 
 
 def _ms(value: float | None) -> str:

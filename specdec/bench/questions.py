@@ -33,8 +33,8 @@ class QuestionSettings(Params):
 
     source: str = Field(
         "builtin",
-        description="a JSONL file, `spec-bench` (searched for), the name of a data set (NAME or "
-        "NAME:SPLIT), or `builtin` for the few questions that come with specdec",
+        description="a JSONL file, `spec-bench` (searched for), a folder or the name of a data set "
+        "(NAME or NAME:SPLIT), or `builtin` for the few questions that come with specdec",
     )
     per_category: int | None = Field(
         None, ge=1, description="only the first so many of each category"
@@ -129,6 +129,8 @@ def _rows(source: str, folder: Path) -> Iterable[dict[str, Any]]:
     for place in (folder / path, path):
         if place.is_file():
             return read_jsonl(place)
+        if place.is_dir():
+            return _data_set(str(place))
     if path.suffix in (".jsonl", ".json") or source.startswith((".", "/", "~")):
         raise SpecdecError(f"questions.source: there is no file {path}.")
     return _data_set(source)
