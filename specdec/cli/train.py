@@ -38,13 +38,13 @@ def train(
     from specdec.errors import SpecdecError
     from specdec.training.curves import draw_curves
     from specdec.training.settings import load_target, read_settings
-    from specdec.training.trainer import TrainConfig, Trainer
+    from specdec.training.trainer import TrainConfig, Trainer, check_drafter
 
     quiet_transformers()
     changes = list(settings or [])
     if max_minutes is not None:
         changes.append(f"max_minutes={max_minutes}")
-    chosen = read_settings(TrainConfig, config, changes)
+    chosen = read_settings(TrainConfig, config, changes, check_drafter)
     target = load_target(chosen.target)
     with _live() as report:
         trainer = Trainer(chosen, target, report)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from specdec.params import Params
 from specdec.training.features import KeysValues, States
 from specdec.training.losses import Distilled, OutputRows
 from specdec.training.sequences import Text
@@ -105,6 +107,7 @@ class Recipe(nn.Module):
     evaluation, draws nothing.
     """
 
+    Params: ClassVar[type[Params]] = Params
     layers: tuple[int, ...] = ()
     """Layers of the target whose keys and values the batches must hold."""
     output: OutputRows

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -15,8 +16,17 @@ from specdec.target import Target
 Settings = TypeVar("Settings", bound=Params)
 
 
-def read_settings(model: type[Settings], path: Path | None, changes: list[str]) -> Settings:
+def read_settings(
+    model: type[Settings],
+    path: Path | None,
+    changes: list[str],
+    prepare: Callable[[dict[str, Any]], None] | None = None,
+) -> Settings:
     """Check a YAML file, with `KEY=VALUE` changes put over it.
+
+    Args:
+        prepare: checks sections that need more than `model` says, and puts the outcome in their
+            place.
 
     Raises:
         SpecdecError: no such file, unknown keys, wrong values; one line a fault, with its place.
@@ -30,6 +40,8 @@ def read_settings(model: type[Settings], path: Path | None, changes: list[str]) 
             put(document, keys, value)
         if isinstance(document.get("target"), str):
             document["target"] = {"model": document["target"]}
+        if prepare is not None:
+            prepare(document)
         try:
             return model(**document)
         except ValidationError as error:

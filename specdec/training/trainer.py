@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specdec.config import TargetConfig
 from specdec.errors import SpecdecError
-from specdec.params import Params
+from specdec.params import Params, suggest, validate
 from specdec.target import Target
 from specdec.training.autoregressive import AutoregressiveRecipe
 from specdec.training.eagle2 import Eagle2Recipe
@@ -89,6 +89,24 @@ class TrainConfig(Params):
         free = {"target", "out", "features", "max_minutes", "log_steps", "checkpoint_steps"}
         decides = self.model_dump(mode="json", exclude=free)
         return {"target": {"model": self.target.model, "dtype": self.target.dtype}, **decides}
+
+
+def check_drafter(document: dict[str, Any]) -> None:
+    """Put the checked options in the place of the `drafter` section.
+
+    Raises:
+        SpecdecError: an unknown kind of drafter, or options that it does not have.
+    """
+    chosen = document.get("drafter")
+    if isinstance(chosen, str):
+        chosen = {"name": chosen}
+    if not isinstance(chosen, dict) or "name" not in chosen:
+        raise SpecdecError(f"drafter: name the kind of drafter. Allowed: {', '.join(RECIPES)}.")
+    if chosen["name"] not in RECIPES:
+        raise SpecdecError(
+            f"drafter.name: cannot train '{chosen['name']}'. {suggest(str(chosen['name']), RECIPES)}"
+        )
+    document["drafter"] = validate(RECIPES[chosen["name"]].Params, chosen, "drafter")
 
 
 @dataclass
