@@ -31,7 +31,7 @@ def random_tree(
             # Among siblings the sampled ones come first.
             before = [sampled[row, other] for other in range(node) if shape[other] == parent]
             sampled[row, node] = proposals is not None and rng.random() < 0.6 and all(before)
-    tokens = torch.tensor([[rng.randrange(vocab) for _ in range(size)] for _ in rows])
+    tokens = torch.tensor([[rng.randrange(vocab) for _ in range(size)] for _ in rows]).long()
     families = [
         [sum(bool(sampled[row, node]) for node, up in enumerate(shape) if up == parent)
          for parent in shape]
