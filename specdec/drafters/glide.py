@@ -269,7 +269,9 @@ class GlideModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., V]` raw logits for hidden states `[..., H]`."""
         weight = self.output.weight
-        return self.output(hidden.to(weight) if weight.is_floating_point() else hidden)
+        # A quantised layer's weight is of its own kind, or a method.
+        plain = isinstance(weight, Tensor) and weight.is_floating_point()
+        return self.output(hidden.to(weight) if plain else hidden)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
