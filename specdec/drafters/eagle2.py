@@ -80,10 +80,17 @@ class Eagle2Drafter(Drafter):
             "checkpoint's draft_vocab.json where it has one, false for the whole vocabulary",
         )
 
+    @property
+    def proposes_chain(self) -> bool:
+        return self.params.chain or self.params.top_k == 1
+
     def attach(self, target: Target) -> None:
         params, output = self.params, target.model.get_output_embeddings()
         checkpoint = params.checkpoint
-        self.device = next(output.parameters()).device
+        # A quantised layer may keep its weights where torch does not list them.
+        weight = next(output.parameters(), None)
+        self.device = target.device if weight is None else weight.device
+        self.target_dtype = target.dtype
         if isinstance(checkpoint, EagleHead):
             where = None
             self.head = checkpoint.eval()
@@ -322,7 +329,7 @@ class Eagle2Drafter(Drafter):
 
     def _store(self, features: Tensor, starts: list[int], counts: list[int]) -> None:
         """Keep the target's features `[B, T, H]` of the positions from `starts[b]` on."""
-        rows = features.to(self.device)[:, None]
+        rows = features.to(self.device, self.seed.dtype)[:, None]
         self.features.place(starts, features.shape[1])
         self.features.update(rows, rows[..., :0], 0)
         self.features.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -363,7 +370,7 @@ class Eagle2Drafter(Drafter):
         return lambda tokens: table(tokens.clamp_max(rows - 1).to(home)).to(self.device)
 
     def _head(self, tokens: Tensor, features: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
-        embeds = self.embed(tokens)
+        embeds = self.embed(tokens).to(features.dtype)
         mask = masks.additive(allowed, features.dtype)
         return self.head(embeds, features, positions, mask, self.cache)
 
