@@ -204,7 +204,7 @@ class Eagle2Drafter(Drafter):
             outputs: `[B, P, H]` the head's output at each parent.
             counts: of each row, how many of the parents are real.
         """
-        logits = self.output(outputs)
+        logits = self.output(outputs.to(self.target_dtype))
         grown = (self._draw if self.sampling else self._best)(parents, logits)
         first = self.pool.size
         self.pool.add(grown, parents)
