@@ -76,6 +76,8 @@ def generate(
         _print_trees(decoder, output)
     if not as_json:
         messages().print(one_line(output.statistics), style="dim")
+        if output.statistics.diagnosis:
+            messages().print(output.statistics.diagnosis, style="dim")
 
 
 def as_object(prompts: list[str], output: GenerationOutput) -> dict[str, Any]:
