@@ -82,7 +82,8 @@ class SlotCache(Cache):
         """Only these rows stay; the others have finished."""
         self.lengths = [self.lengths[row] for row in rows]
         for layer in self.layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+            stay = send(rows, layer.keys.device)
+            layer.keys, layer.values = layer.keys[stay], layer.values[stay]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths, default=0)

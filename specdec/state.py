@@ -76,7 +76,7 @@ class GenerationState:
 
     def keep_rows(self, rows: list[int]) -> None:
         """Only these rows stay; the others have finished."""
-        self.ids = self.ids[rows]
+        self.ids = self.ids[send(rows, self.device)]
         self.lengths = [self.lengths[row] for row in rows]
         self.limits = [self.limits[row] for row in rows]
         self.rows = [self.rows[row] for row in rows]
