@@ -10,14 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.draft import ROOT, DraftStep, DraftTree
-
 from specdec.drafters.autoregressive import AutoregressiveDrafter
 from specdec.drafters.base import Drafter
 from specdec.drafters.cape import CapeDrafter
 from specdec.drafters.eagle2 import Eagle2Drafter, EagleConfig, EagleHead
 from specdec.drafters.glide import GlideConfig, GlideDrafter, GlideModel
 from specdec.drafters.ngram import NgramDrafter
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.policies import (
     ConfidencePolicy,
     FixedPolicy,
@@ -86,7 +85,7 @@ class Scripted(Drafter):
     longer than `limit`.
     """
 
-    class Params(Params):
+    class Params(ParamsBase):
         draft: Any
 
     def begin(self, state: GenerationState) -> None:

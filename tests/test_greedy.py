@@ -34,7 +34,9 @@ def random_prompt(length: int, seed: int = 5) -> list[int]:
     return torch.randint(1, 64, (length,), generator=draw).tolist()
 
 
-def wanted(target: PreTrainedModel, prompts: list[list[int]], count: int = NEW, **arguments: Any) -> list[list[int]]:  # fmt: skip
+def wanted(
+    target: PreTrainedModel, prompts: list[list[int]], count: int = NEW, **arguments: Any
+) -> list[list[int]]:
     return [plain(target, prompt, count, **arguments) for prompt in prompts]
 
 
@@ -69,24 +71,25 @@ def test_trees_on_every_architecture(name):
 def test_every_drafter_with_every_policy(drafter, policy):
     target, prompts = architecture("llama"), ragged(3)
     decoder = SpeculativeDecoder(target, DRAFTERS[drafter](target), POLICIES[policy]())
-    output = decoder.generate(prompts, max_new_tokens=NEW)
-    assert output.token_ids == wanted(target, prompts)
+    output = decoder.generate(prompts, max_new_tokens=16)
+    assert output.token_ids == wanted(target, prompts, 16)
     assert output.finish_reasons == ["length"] * 3
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_row_writes_in_a_batch_what_it_writes_alone(drafter):
-    target, prompts = architecture("llama"), ragged(4)
+    target, prompts = architecture("llama"), ragged(3)
     decoder = SpeculativeDecoder(target, DRAFTERS[drafter](target), "svip")
-    together = decoder.generate(prompts, max_new_tokens=NEW)
+    together = decoder.generate(prompts, max_new_tokens=12)
     for row, prompt in enumerate(prompts):
-        alone = decoder.generate(prompt, max_new_tokens=NEW)
+        alone = decoder.generate(prompt, max_new_tokens=12)
         assert alone.token_ids[0] == together.token_ids[row]
-        one, other = alone.statistics, together.row_statistics[row]
-        assert (one.rounds, one.drafted, one.accepted) == (other.rounds, other.drafted, other.accepted)  # fmt: skip
+        for name in ("rounds", "drafted", "accepted"):
+            together_, alone_ = together.row_statistics[row], alone.statistics
+            assert getattr(together_, name) == getattr(alone_, name)
 
 
-@pytest.mark.parametrize("length", range(1, 10))
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("eps", [0.0, 0.05])
 def test_every_draft_length(length, eps):
     target = architecture("llama")
@@ -123,11 +126,11 @@ PROCESSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", PROCESSED.values(), ids=PROCESSED.keys())
 @pytest.mark.parametrize("drafter", ["twin", "autoregressive", "ngram", "eagle2", "cape"])
 def test_processors_see_the_text_of_each_position(drafter, settings):
-    target, prompts = architecture("llama"), [PROMPT, *ragged(2)]
-    right = wanted(target, prompts, 30, **settings)
-    assert right[0] != BASE[:30], "the settings must change something"
+    target, prompts = architecture("llama"), [PROMPT, *ragged(1)]
+    right = wanted(target, prompts, 22, **settings)
+    assert right[0] != BASE[:22], "the settings must change something"
     decoder = SpeculativeDecoder(target, DRAFTERS[drafter](target), FixedPolicy(length=6))
-    assert decoder.generate(prompts, max_new_tokens=30, **settings).token_ids == right
+    assert decoder.generate(prompts, max_new_tokens=22, **settings).token_ids == right
 
 
 # --- lengths --------------------------------------------------------------------------------------
@@ -145,21 +148,20 @@ def test_prompts_of_thousands_of_tokens(drafter):
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_long_prompts_and_sliding_windows(name):
     target = architecture(name)
-    prompts = [random_prompt(1500 - target.config.max_position_embeddings % 1500), random_prompt(40)]
-    prompts[0] = prompts[0][:400]
+    prompts = [random_prompt(400), random_prompt(40)]
     decoder = SpeculativeDecoder(target, autoregressive(target), "fixed")
     assert decoder.generate(prompts, max_new_tokens=12).token_ids == wanted(target, prompts, 12)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("new", [1, 2, 3, 6])
+@pytest.mark.parametrize("new", [1, 2, 6])
 def test_up_to_the_last_position_of_the_context(drafter, new):
-    target = llama(max_position_embeddings=48)
-    prompts = [random_prompt(48 - new), random_prompt(5)]
+    target = llama(max_position_embeddings=32)
+    prompts = [random_prompt(32 - new), random_prompt(24)]
     decoder = SpeculativeDecoder(target, DRAFTERS[drafter](target), FixedPolicy(length=8))
-    right = [plain(target, prompts[0], new), plain(target, prompts[1], 43)]
-    with pytest.warns(UserWarning, match="context is 48 tokens"):
-        output = decoder.generate(prompts, max_new_tokens=43)
+    right = [plain(target, prompts[0], new), plain(target, prompts[1], 8)]
+    with pytest.warns(UserWarning, match="context is 32 tokens"):
+        output = decoder.generate(prompts, max_new_tokens=8)
     assert output.token_ids == right
     assert output.finish_reasons == ["length", "length"]
 
@@ -175,7 +177,7 @@ def test_learned_positions_end_with_the_context():
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.05, 30.0])
-@pytest.mark.parametrize("length", [1, 4, 9])
+@pytest.mark.parametrize("length", [1, 4])
 def test_cache_lengths_after_every_round(length, eps):
     target = architecture("llama")
     decoder = SpeculativeDecoder(target, autoregressive(target, eps), FixedPolicy(length=length))
@@ -231,12 +233,12 @@ def test_a_single_token_needs_no_draft(monkeypatch):
 
 def test_low_precision_differs_only_at_ties():
     target = llama().to(torch.bfloat16)
-    prompts = [random_prompt(6, seed) for seed in range(4)]
+    prompts = [random_prompt(6, seed) for seed in range(3)]
     decoder = SpeculativeDecoder(target, autoregressive(target), "fixed")
-    output = decoder.generate(prompts, max_new_tokens=40)
+    output = decoder.generate(prompts, max_new_tokens=30)
     for prompt, ours in zip(prompts, output.token_ids, strict=True):
-        theirs = plain(target, prompt, 40)
-        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)  # fmt: skip
+        theirs = plain(target, prompt, 30)
+        place = next((i for i in range(30) if ours[i] != theirs[i]), None)
         if place is None:
             continue
         with torch.no_grad():
