@@ -50,7 +50,7 @@ def eval_drafter(
 
     quiet_transformers()
     checked = read(config, settings or ())
-    questions = take(load_questions(QuestionSettings(source=data)), limit)
+    questions = take(load_questions(QuestionSettings.model_validate({"source": data})), limit)
     decoder = checked.build()
     decoder.settings = _shortened(checked.generation)
     with _progress(len(questions)) as report:
