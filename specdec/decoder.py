@@ -110,7 +110,7 @@ class SpeculativeDecoder:
         seed: int | None = None,
     ) -> None:
         self.target = _as_target(target, tokenizer)
-        self.settings = settings or GenerationSettings()
+        self.settings = settings or GenerationSettings.model_validate({})
         self.seed = seed
         self.set_drafter(drafter)
         self.set_policy(policy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -91,7 +91,7 @@ class Generation:
         self.policy.start(len(self.texts))
 
     @torch.no_grad()
-    def run(self) -> Iterator[list[tuple[int, list[int]]]]:
+    def run(self) -> Generator[list[tuple[int, list[int]]], None, None]:
         """Yields what was committed, after the prompt's pass and after every round: (row, tokens)."""
         self._check_budget()
         if self.state.rows:

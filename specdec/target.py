@@ -165,7 +165,7 @@ def load_pretrained(
             "plugins'), a folder with a transformers checkpoint, or a hub id that can be reached."
         ) from error
     if device is not None:
-        model = model.to(device)
+        model.to(torch.device(device))  # type: ignore[arg-type]
     try:
         tokenizer = AutoTokenizer.from_pretrained(where)
     except (OSError, ValueError):

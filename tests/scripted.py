@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec import Drafter
 from specdec.draft import ROOT, DraftStep, DraftTree
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.state import GenerationState
 
 
@@ -21,7 +21,7 @@ class ScriptedDrafter(Drafter):
     Fixed children are the best tokens of the table; every third one repeats the best once more.
     """
 
-    class Params(Params):
+    class Params(ParamsBase):
         table: Any = Field(description="`[V, V]` logits behind each token")
         sampled: int = 0
         fixed: int = 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -25,12 +26,12 @@ class Peer:
     """
 
     label = "transformers"
-    Params: ClassVar[type[Params]] = Params
+    Params: ClassVar[type[ParamsBase]] = ParamsBase
     needs_model = False
 
     @classmethod
-    def missing(cls) -> str | None:
-        """What has to be installed for it; None when all is there."""
+    def lacking(cls) -> str | None:
+        """What is left out of it because a package is not installed; None when all is there."""
         return None
 
     @classmethod
@@ -127,7 +128,7 @@ class Assisted(Peer):
     label = "transformers assisted"
     needs_model = True
 
-    class Params(Params):
+    class Params(ParamsBase):
         model: Any = Field(
             None, description="what assists; by default each autoregressive drafter of the grid"
         )
@@ -142,6 +143,12 @@ class Assisted(Peer):
             description="stop drafting below this probability (adapted where scikit-learn is "
             "installed), 0 for never",
         )
+
+    @classmethod
+    def lacking(cls) -> str | None:
+        if importlib.util.find_spec("sklearn"):
+            return None
+        return "transformers adapts it only with scikit-learn, which is not installed"
 
     @classmethod
     def cannot(cls, batch_size: int) -> str | None:
@@ -166,7 +173,11 @@ class PromptLookup(Assisted):
     label = "transformers prompt lookup"
     needs_model = False
 
-    class Params(Params):
+    @classmethod
+    def lacking(cls) -> str | None:
+        return None
+
+    class Params(ParamsBase):
         tokens: int = Field(10, ge=1, description="drafted tokens at most")
         ngram: int = Field(2, ge=1, description="longest run to look up")
 

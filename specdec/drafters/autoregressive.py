@@ -16,7 +16,7 @@ from specdec.drafters.vocab import DraftVocabulary, load_draft_vocab
 from specdec.errors import SpecdecError
 from specdec.host import send
 from specdec.model import CachedModel
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.state import GenerationState
 from specdec.target import Target, TargetPass, load_pretrained, pieces
 
@@ -34,7 +34,7 @@ class AutoregressiveDrafter(ChainDrafter):
     summary = "a smaller causal LM with the target's tokenizer"
     source = "arXiv 2211.17192"
 
-    class Params(Params):
+    class Params(ParamsBase):
         model: Any = Field(
             description="a registered name, a hub id, a folder, or a loaded transformers model"
         )

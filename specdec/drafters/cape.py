@@ -17,7 +17,7 @@ from specdec.draft import DraftStep, DraftTree, RoundOutcome
 from specdec.drafters.base import Drafter
 from specdec.errors import SpecdecError
 from specdec.host import send
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.plugins import make_drafter
 from specdec.state import GenerationState
 from specdec.target import Target, TargetPass
@@ -42,7 +42,7 @@ class CapeDrafter(Drafter):
     summary = "more candidates where a drafted chain is unsure"
     source = "arXiv 2402.02082"
 
-    class Params(Params):
+    class Params(ParamsBase):
         base: Any = Field(description="the drafter of the chain: a name, or `name` and parameters")
         thresholds: list[float] = Field(
             [0.3, 0.6, 0.8], description="rising top probabilities that part the confidence levels"

@@ -26,7 +26,8 @@ from specdec.drafters.checkpoint import check_tensors, read_json, read_weights
 from specdec.drafters.vocab import DraftVocabulary, load_draft_vocab
 from specdec.errors import SpecdecError
 from specdec.host import send
-from specdec.params import Params, validate
+from specdec.params import Params as ParamsBase
+from specdec.params import validate
 from specdec.plugins import resolve_model
 from specdec.state import GenerationState
 from specdec.target import Target, TargetPass
@@ -61,7 +62,7 @@ class Eagle2Drafter(Drafter):
     source = "arXiv 2406.16858"
     needs_features = True
 
-    class Params(Params):
+    class Params(ParamsBase):
         checkpoint: Any = Field(
             description="a head in the official layout: a registered name, a hub id, a folder, or "
             "a loaded EagleHead"
@@ -140,7 +141,7 @@ class Eagle2Drafter(Drafter):
     def keep_rows(self, rows: list[int]) -> None:
         self.features.keep_rows(rows)
         self.cache.keep_rows(rows)
-        self.seed = self.seed[rows]
+        self.seed = self.seed[send(rows, self.device)]
 
     # --- a round ---------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class Eagle2Drafter(Drafter):
             visible=none.bool(),
             path=none,
         )
-        self._grow(root, self.seed[:, None], [1] * batch)
+        self._grow(root, self.seed[:, None], [int(drafting) for drafting in self.drafting])
 
     def step(self) -> DraftStep:
         return self.last_step
@@ -241,8 +242,8 @@ class Eagle2Drafter(Drafter):
         log_probs = top.values.float() - logits.float().logsumexp(-1, keepdim=True)
         # Logits that overflowed have no order; such children are never drafted.
         scores = (parents.scores[..., None] + log_probs).nan_to_num(-torch.inf, neginf=-torch.inf)
-        every = torch.arange(logits.shape[1], device=logits.device)
-        source = every.repeat_interleave(self.top_k).expand(len(logits), -1)
+        every = torch.arange(logits.shape[1], device=logits.device)[:, None]
+        source = every.expand(-1, self.top_k).flatten().expand(len(logits), -1)
         return Children(
             self.vocabulary.to_target(top.indices.flatten(1)), scores.flatten(1), source
         )

@@ -27,7 +27,8 @@ from specdec.drafters.checkpoint import check_tensors, read_json, read_weights
 from specdec.drafters.vocab import DraftVocabulary, load_draft_vocab
 from specdec.errors import SpecdecError
 from specdec.host import send
-from specdec.params import Params, validate
+from specdec.params import Params as ParamsBase
+from specdec.params import validate
 from specdec.plugins import resolve_model
 from specdec.state import GenerationState
 from specdec.target import Target, pieces
@@ -49,7 +50,7 @@ class GlideDrafter(ChainDrafter):
     summary = "a small decoder that reads the target's KV cache"
     source = "arXiv 2402.02082"
 
-    class Params(Params):
+    class Params(ParamsBase):
         checkpoint: Any = Field(
             description="a model in the official layout: a registered name, a hub id, a folder, or "
             "a loaded GlideModel"
@@ -65,6 +66,7 @@ class GlideDrafter(ChainDrafter):
         if isinstance(checkpoint, GlideModel):
             where = None
             self.model = checkpoint.eval()
+            check_fits(self.model.config, target.model, "drafter.checkpoint")
         else:
             where = resolve_model(str(checkpoint), "drafter.checkpoint")
             self.model = GlideModel.from_pretrained(where, target.model)

@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.draft import DraftStep, DraftTree
 from specdec.drafters.base import Drafter
 from specdec.host import read, send
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.state import GenerationState
 
 
@@ -27,7 +27,7 @@ class NgramDrafter(Drafter):
     summary = "prompt lookup: repeats what followed the same words before"
     source = "prompt lookup decoding (Saxena 2023)"
 
-    class Params(Params):
+    class Params(ParamsBase):
         max_ngram: int = Field(3, ge=1, description="longest run of tokens to look up")
         min_ngram: int = Field(1, ge=1, description="shortest run of tokens to look up")
         num_tokens: int = Field(10, ge=1, description="at most this many tokens are proposed")

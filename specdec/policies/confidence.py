@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from specdec.draft import DraftStep
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.policies.base import LengthPolicy
 
 
@@ -22,7 +22,7 @@ class ConfidencePolicy(LengthPolicy):
     summary = "stop when the drafter's top probability is below a threshold"
     source = "transformers' assisted generation"
 
-    class Params(Params):
+    class Params(ParamsBase):
         threshold: float = Field(0.4, ge=0, le=1, description="stop below this top probability")
         max_length: int = Field(20, ge=1, description="never more than this many drafted tokens")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from specdec.draft import DraftStep
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.policies.base import LengthPolicy
 
 
@@ -21,7 +21,7 @@ class FixedPolicy(LengthPolicy):
     summary = "the same number of drafted tokens in every round"
     source = "arXiv 2211.17192"
 
-    class Params(Params):
+    class Params(ParamsBase):
         length: int = Field(5, ge=1, description="drafted tokens a round (levels, on a tree)")
 
     def keep_drafting(self, step: DraftStep) -> bool:

@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from specdec.draft import DraftStep, RoundOutcome
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.policies.base import LengthPolicy
 
 
@@ -26,7 +26,7 @@ class HeuristicPolicy(LengthPolicy):
     summary = "+2 tokens after full acceptance, else -1"
     source = "transformers' assisted generation"
 
-    class Params(Params):
+    class Params(ParamsBase):
         initial: int = Field(5, ge=1, description="drafted tokens in the first round")
         max_length: int = Field(40, ge=1, description="never more than this many drafted tokens")
 

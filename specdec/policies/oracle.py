@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specdec.draft import DraftStep, RoundOutcome
 from specdec.errors import SpecdecError
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.policies.base import LengthPolicy
 
 
@@ -30,7 +30,7 @@ class OraclePolicy(LengthPolicy):
     source = "an upper limit, not a method"
     analysis_only = True
 
-    class Params(Params):
+    class Params(ParamsBase):
         max_length: int = Field(20, ge=1, description="never more than this many drafted tokens")
 
     answers: list[list[int]] | None = None

@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from specdec.draft import DraftStep
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.policies.base import LengthPolicy
 
 
@@ -36,7 +36,7 @@ class SVIPPolicy(LengthPolicy):
     summary = "stop when the entropy bound on acceptance falls too low"
     source = "arXiv 2411.18462"
 
-    class Params(Params):
+    class Params(ParamsBase):
         threshold: float = Field(
             0.3, gt=0, description="stop when sqrt(scale * entropy) exceeds this"
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import SpecdecError
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.target import Target
 from specdec.training.layers import decoder_layers, decoder_layers_of
 from specdec.training.losses import Distance, OutputRows, distill
@@ -26,7 +26,7 @@ class AutoregressiveRecipe(Recipe):
     drafter on the target's distributions, DistillSpec (arXiv 2310.08461).
     """
 
-    class Params(Params):
+    class Params(ParamsBase):
         name: Literal["autoregressive"]
         layers: list[int] = Field(
             min_length=1, description="which of the target's layers, in order"

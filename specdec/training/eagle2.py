@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specdec.drafters.eagle2 import EagleConfig, EagleHead
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.target import Target
 from specdec.training.layers import last_layers
 from specdec.training.losses import Distance, OutputRows, distill, feature_loss
@@ -28,7 +28,7 @@ class Eagle2Recipe(Recipe):
     to i - s, then one pair of each step before it.
     """
 
-    class Params(Params):
+    class Params(ParamsBase):
         name: Literal["eagle2"]
         layers: int = Field(1, ge=1, description="decoder layers of the head")
         steps: int = Field(3, ge=1, description="steps ahead that are trained")

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from specdec.drafters.glide import GlideConfig, GlideModel, block_mask, causal_mask
-from specdec.params import Params
+from specdec.params import Params as ParamsBase
 from specdec.target import Target
 from specdec.training.layers import last_layers
 from specdec.training.losses import Distance, Distilled, OutputRows, distill
@@ -26,7 +26,7 @@ class GlideRecipe(Recipe):
     embedding and output layer.
     """
 
-    class Params(Params):
+    class Params(ParamsBase):
         name: Literal["glide"]
         layers: int = Field(1, ge=1, description="layers, each onto one of the target's last")
         block_size: int = Field(5, ge=1, description="tokens of a block: longest draft trained for")
