@@ -6,7 +6,9 @@ Editors complete and check a YAML file with it: `specdec schema > specdec.schema
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
@@ -46,6 +48,35 @@ def schema() -> dict[str, Any]:
         },
         "$defs": definitions,
     }
+
+
+def parameter_rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
+    """Name, type with limits, default and description of each parameter, for people."""
+    rows = []
+    for name, field in model.model_fields.items():
+        limits = ", ".join(filter(None, map(_limit, field.metadata)))
+        default = "required" if field.is_required() else json.dumps(field.default, default=str)
+        kind = f"{_type(field.annotation)} {limits}".strip()
+        rows.append((name, kind, default, field.description or ""))
+    return rows
+
+
+def _type(annotation: Any) -> str:
+    """As one would say it in YAML: `list[int] | str | null`."""
+    inner = get_args(annotation)
+    if annotation is NoneType or annotation is Any:
+        return "null" if annotation is NoneType else "any"
+    if get_origin(annotation) is Literal:
+        return " | ".join(map(json.dumps, inner))
+    if get_origin(annotation) in (Union, UnionType):
+        return " | ".join(map(_type, inner))
+    name = getattr(annotation, "__name__", str(annotation))
+    return f"{name}[{', '.join(map(_type, inner))}]" if inner else name
+
+
+def _limit(limit: Any) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    return " ".join(f"{signs[key]} {getattr(limit, key)}" for key in signs if hasattr(limit, key))
 
 
 def _choice(kind: str, definitions: dict[str, Any]) -> dict[str, Any]:

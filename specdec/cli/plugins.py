@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from specdec.errors import SpecdecError
 from specdec.params import suggest
@@ -69,6 +69,9 @@ def _details(entry: Registration) -> list[RenderableType]:
         return [title, Text(f"\n{doc}\n" if doc else ""), Text(_place(entry.value))]
     cls = entry.load()
     doc = _reflow(inspect.getdoc(cls) or entry.summary())
+    source = getattr(cls, "source", "")
+    if source and source not in doc:
+        doc += f"\n\nSource: {source}"
     return [title, Text(f"\n{doc}\n"), _parameter_table(cls), Text(_place(cls))]
 
 
@@ -76,24 +79,12 @@ def _parameter_table(cls: Any) -> RenderableType:
     from rich import box
     from rich.table import Table
 
+    from specdec.schema import parameter_rows
+
     table = Table("parameter", "type", "default", "what it does", box=box.SIMPLE_HEAD)
-    for name, field in cls.Params.model_fields.items():
-        default = "required" if field.is_required() else json.dumps(field.default, default=str)
-        limits = ", ".join(_limit(limit) for limit in field.metadata)
-        kind = f"{_type(field.annotation)} {limits}".strip()
-        table.add_row(name, kind, default, field.description or "")
+    for row in parameter_rows(cls.Params):
+        table.add_row(*map(escape, row))
     return table
-
-
-def _type(annotation: Any) -> str:
-    if isinstance(annotation, type) and not get_args(annotation):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "")
-
-
-def _limit(limit: Any) -> str:
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    return " ".join(f"{signs[key]} {getattr(limit, key)}" for key in signs if hasattr(limit, key))
 
 
 def _reflow(doc: str) -> str:
