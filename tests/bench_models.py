@@ -48,15 +48,19 @@ def write_questions(path: Path, per_category: int = 2) -> Path:
 
 GRID = """
 target: {{model: {target}, dtype: float32}}
-questions: {questions}
-generation: {{max_new_tokens: 24}}
+questions: {{source: {questions}, categories: [writing, qa, rag]}}
+generation: {{max_new_tokens: 16}}
 temperature: [0, 1]
 peers: [transformers, assisted, prompt-lookup]
 rows:
   - drafter: {{name: autoregressive, model: {drafter}}}
     policy: [{{name: fixed, length: [3, 5]}}, svip, oracle]
   - {{drafter: ngram, policy: fixed, temperature: 0}}
-  - {{drafter: {{name: autoregressive, model: {drafter}}}, policy: svip, name: eights, batch_size: 2}}
+  - drafter: {{name: autoregressive, model: {drafter}}}
+    policy: svip
+    name: pairs
+    batch_size: 2
+    temperature: 0
 """
 
 

@@ -292,15 +292,16 @@ class _Grid:
         name = choice["name"]
         if name not in PEERS:
             raise SpecdecError(f"{where}: unknown peer '{name}'. {suggest(name, PEERS)}")
-        missing = PEERS[name].missing()
-        if missing:
-            self.skipped[name] = missing
-            return
+        lacking = PEERS[name].lacking()
+        if lacking:
+            self.skipped[f"{PEERS[name].label}: adaptive confidence threshold"] = lacking
         models: list[Any] = [choice.get("model")]
         if PEERS[name].needs_model and models == [None]:
             models = _autoregressive_models(own)
             if not models:
-                self.skipped[name] = "the grid has no autoregressive drafter to assist with"
+                self.skipped[PEERS[name].label] = (
+                    "the grid has no autoregressive drafter to assist with"
+                )
         for variant in _product(PEERS[name].Params, dict(choice), where):
             for model in models:
                 full = variant if model is None else {**variant, "model": model}

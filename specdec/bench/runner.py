@@ -77,8 +77,9 @@ class BenchRun:
         out: Path | None = None,
         report: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        self.config, self.report = config, report
+        self.config = config
         self.process, self.processes, self.wait = _processes()
+        self.report = report if self.process == 0 else lambda progress: None
         self.methods, self.target, weights = _build(config)
         if self.target.tokenizer is None:
             raise SpecdecError("target.model: it has no tokenizer, and questions need one.")
