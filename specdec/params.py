@@ -38,7 +38,7 @@ class Configurable:
 def validate(model: type[BaseModel], values: dict[str, Any], where: str) -> Any:
     """Build `model` from `values`, or raise one readable SpecdecError that names `where`."""
     try:
-        return model(**values)
+        return model.model_validate(values)
     except ValidationError as error:
         raise SpecdecError("\n".join(explain(error, model, where))) from None
 
@@ -68,7 +68,9 @@ def suggest(name: str, allowed: Iterable[str]) -> str:
 
 def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
     for part in path:
-        annotation = model.model_fields[str(part)].annotation if part in model.model_fields else None
+        annotation = (
+            model.model_fields[str(part)].annotation if part in model.model_fields else None
+        )
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation

@@ -245,6 +245,10 @@ FAULTS = {
     "empty": ("", "config.yaml: the file is empty."),
     "only a comment": ("# nothing yet\n", "config.yaml: the file is empty."),
     "numbers as keys": ("1: 2", "config.yaml:1: 1: unknown key."),
+    "numbers as keys of a section": (
+        "policy: {name: svip, 1: 2}",
+        "config.yaml:1: policy.1: Keys should be strings",
+    ),
     "binary": (b"\x80\x81\xfe\xff", "config.yaml: not a YAML file: it is not text in UTF-8."),
     "control characters": (b"a: \x01", "config.yaml: not a YAML file: "),
 }  # fmt: skip
