@@ -239,6 +239,12 @@ class TestCheckpoint:
         for part in (str(folder), "hidden size 32", "48", "query heads 4", "6", "64", "80"):
             assert part in message
 
+    def test_loaded_for_another_target_is_refused_too(self, target, folder) -> None:
+        model = GlideModel.from_pretrained(folder, target)
+        other = tiny.llama(num_attention_heads=8, num_key_value_heads=4)
+        with pytest.raises(SpecdecError, match=r"query heads 4 \(the target has 8\)"):
+            SpeculativeDecoder(other, GlideDrafter(checkpoint=model))
+
     def test_with_another_head_size_is_refused(self, folder) -> None:
         with pytest.raises(SpecdecError, match=r"head size 8 \(the target has 16\)"):
             GlideModel.from_pretrained(folder, tiny.llama(head_dim=16))
