@@ -125,7 +125,8 @@ class GenerationPool:
                 going_on.append(index)
         if len(going_on) < len(self._rows):
             self._rows = [self._rows[index] for index in going_on]
-            self._cache.keep_rows(going_on)
+            if going_on:
+                self._cache.keep_rows(going_on)
 
     def _prefill(self) -> None:
         """Feed long prompts in one padded pass, once enough rows wait for it.
