@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -121,7 +122,8 @@ class SpeculativeDecoder:
 
     def set_drafter(self, drafter: Drafter | dict[str, Any] | str | None) -> None:
         """Exchange the drafter; generations under way keep theirs."""
-        self.drafter = make_drafter(drafter)
+        # A copy: the same drafter may be handed to a decoder with another target.
+        self.drafter = copy.copy(make_drafter(drafter))
         if self.drafter is not None:
             self.drafter.attach(self.target)
 
@@ -228,6 +230,7 @@ class SpeculativeDecoder:
             model_kwargs,
         )  # fmt: skip
         request.seed, request.auto_off = self.seed, self.settings.auto_off
+        request.observers = round_observers()
         generation = Generation(self.target, self.drafter, self.policy, request)
         # The prompt is with the streamer already.
         self.last_output = self._write(generation, streamer or dropped.get("streamer"))

@@ -136,11 +136,25 @@ def test_processors_see_the_text_of_each_position(drafter, settings):
 # --- lengths --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["autoregressive", "ngram", "eagle2", "glide", "cape_glide"])
+@pytest.mark.parametrize("drafter", ["autoregressive", "eagle2"])
 def test_prompts_of_thousands_of_tokens(drafter):
     target = llama(max_position_embeddings=4096)
     prompts = [random_prompt(2600), random_prompt(3), random_prompt(1100)]
     decoder = SpeculativeDecoder(target, DRAFTERS[drafter](target), "svip")
+    output = decoder.generate(prompts, max_new_tokens=6)
+    assert output.token_ids == wanted(target, prompts, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [("llama", drafter) for drafter in DRAFTERS]
+    + [(name, "autoregressive") for name in ("mistral", "gemma2", "gemma3", "gpt2")],
+)
+def test_prompts_that_are_read_in_pieces(name, drafter, monkeypatch):
+    monkeypatch.setattr("specdec.target.PREFILL_CHUNK", 16)
+    target = architecture(name)
+    prompts = [random_prompt(60), random_prompt(3), random_prompt(33)]
+    decoder = SpeculativeDecoder(target, DRAFTERS[drafter](target), "fixed")
     output = decoder.generate(prompts, max_new_tokens=8)
     assert output.token_ids == wanted(target, prompts, 8)
 

@@ -557,6 +557,17 @@ def test_models_stay_as_they_were():
     assert condition() == before
 
 
+@pytest.mark.parametrize("drafter", ["autoregressive", "eagle2", "cape"])
+def test_one_drafter_in_two_decoders(drafter):
+    made, other = DRAFTERS[drafter](TARGET), llama(seed=3)
+    writer = SpeculativeDecoder(TARGET, made, FixedPolicy(length=4))
+    before = writer.generate(PROMPT, max_new_tokens=12, keep_trees=True)
+    elsewhere = SpeculativeDecoder(other, made).generate(PROMPT, max_new_tokens=12)
+    after = writer.generate(PROMPT, max_new_tokens=12, keep_trees=True)
+    assert elsewhere.token_ids == [plain(other, PROMPT, 12)]
+    assert [each.tree for each in after.rounds] == [each.tree for each in before.rounds]
+
+
 @pytest.mark.parametrize("drafter", ["autoregressive", "eagle2", "glide", "cape", "ngram"])
 def test_two_streams_of_one_decoder(drafter):
     model, tokenizer = speaking_llama()

@@ -209,6 +209,13 @@ def test_caches_that_the_configurations_turn_off(monkeypatch):
     assert decoder.generate(PROMPT, max_new_tokens=24).token_ids == [NEW[:24]]
 
 
+def test_a_drafter_that_hardly_helps_is_told_of_once():
+    decoder = SpeculativeDecoder(TARGET, DRAFTERS["stranger"](TARGET), FixedPolicy(length=2))
+    with pytest.warns(UserWarning, match=r"hardly helps: 1\.0") as caught:
+        decoder.generate(PROMPT, max_new_tokens=110)
+    assert len(caught) == 1
+
+
 # --- contexts -------------------------------------------------------------------------------------
 
 

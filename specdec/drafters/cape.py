@@ -84,6 +84,7 @@ class CapeDrafter(Drafter):
         self.base = base
 
     def attach(self, target: Target) -> None:
+        self.base = copy.copy(self.base)
         self.base.attach(target)
         self.needs_features = self.base.needs_features
         self.max_positions = self.base.max_positions
