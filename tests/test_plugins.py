@@ -310,6 +310,11 @@ def test_an_observer_sees_every_round(registry: Registry, tiny_target_folder: Pa
     output = decoder.generate(["the cat", "def f(x):"], max_new_tokens=12)
     assert seen == output.rounds
     assert len(seen) > 2
+    seen.clear()
+    ids = decoder.tokenizer("the cat", return_tensors="pt")["input_ids"]
+    decoder.target.model.generate(ids, max_new_tokens=12, custom_generate=decoder)
+    assert seen == decoder.last_output.rounds
+    assert len(seen) > 2
 
 
 # --- a real third-party package ------------------------------------------------------------------
