@@ -89,4 +89,4 @@ def _set_up_messages(debug: bool) -> None:
     logger.setLevel(logging.DEBUG if debug else logging.INFO)
     logger.propagate = False
     if not debug:
-        warnings.formatwarning = lambda message, *_, **__: f"specdec: {message}\n"
+        warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
