@@ -29,7 +29,7 @@ def draw_rounds(output: GenerationOutput, tokenizer: Any) -> Iterator[Tree]:
             counts = f"{record.drafted[place]} drafted, {record.accepted[place]} accepted"
             drawing = Tree(f"{title}: {counts}")
             nodes = _Nodes(record, place, tokenizer)
-            branch = drawing.add(nodes.label(root, accepted=True))
+            branch = drawing.add(Text("behind ") + nodes.label(root, accepted=False))
             nodes.draw_under(branch, ROOT)
             bonus = record.tokens[place][record.accepted[place] :]
             for token in bonus:
