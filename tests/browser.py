@@ -36,7 +36,8 @@ def chromium() -> Iterator[Page]:
     answers, from_browser = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
-            ["/bin/sh", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "sh", program, *FLAGS,
+            # Not sh: Debian's knows descriptors of one digit only.
+            ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "bash", program, *FLAGS,
              f"--user-data-dir={profile}", "about:blank"],
             pass_fds=(to_browser, from_browser), stderr=subprocess.DEVNULL,
         )  # fmt: skip
