@@ -108,7 +108,8 @@ def lines(
     if at is not None and at[0] <= x_most:
         x, top = frame.at(at[0], y_most)
         out.append(_line(x, top, x, HEIGHT - BOTTOM, "axis dashed"))
-        out.append(_text(x + 4, top + 10, at[1], "start"))
+        beside = (x - 4, "end") if x > WIDTH / 2 else (x + 4, "start")
+        out.append(_text(beside[0], top + 10, at[1], beside[1]))
     for each in series:
         out.extend(_drawn(each, frame))
     return _svg(title, HEIGHT, out)

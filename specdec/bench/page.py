@@ -380,12 +380,11 @@ def _entropy_cards(run: Run) -> list[tuple[str, str]]:
     cards = []
     defaults = SVIPPolicy().params
     for setting, drafter, methods in _panels(run):
-        pairs = [
-            pair
+        by_method = [
+            [pair for line in _lines(run, method, setting) for pair in line["entropy"]]
             for method in methods
-            for line in _lines(run, method, setting)
-            for pair in line["entropy"]
         ]
+        pairs = [pair for some in by_method for pair in some]
         if len(pairs) < LEAST_ROUNDS:
             continue
         points, spread = _binned(np.asarray(pairs))
@@ -405,7 +404,8 @@ def _entropy_cards(run: Run) -> list[tuple[str, str]]:
             y_most=1.0,
             at=(stop, f"threshold {defaults.threshold:g}"),
         )
-        caption = f"<figcaption>{len(pairs)} judged tokens of {len(methods)} rows</figcaption>"
+        rows = sum(map(bool, by_method))
+        caption = f"<figcaption>{len(pairs)} judged tokens of {rows} rows</figcaption>"
         cards.append((title, chart + caption))
     return cards
 
