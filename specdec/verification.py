@@ -74,7 +74,7 @@ def verify(
         scores = sampler.scores(raw, state, drafted)
         if keep_scores:
             kept.append((scores, raw.float()))
-        child, token = _choose(tree, node, open_, scores, sampler)
+        child, token = _choose(tree, node, scores, sampler)
         # A row that has stopped keeps its bonus token: later levels write behind it.
         tokens.append(token)
         if level == tree.depth:
@@ -90,10 +90,10 @@ def verify(
 
 
 def _choose(
-    tree: DraftTree, node: Tensor, open_: Tensor, scores: Tensor, sampler: Sampler
+    tree: DraftTree, node: Tensor, scores: Tensor, sampler: Sampler
 ) -> tuple[Tensor, Tensor]:
     """The accepted child of each row's node (-1 for none) `[B]`, and the next token `[B]`."""
-    children = tree.valid & (tree.parents == node[:, None] - 1) & open_[:, None]
+    children = tree.valid & (tree.parents == node[:, None] - 1)
     if not sampler.do_sample:
         token = scores.argmax(-1)
         return _matching(children, tree.tokens, token), token
@@ -102,7 +102,7 @@ def _choose(
     fixed = children
     if tree.sampled is not None:
         taken, p = _try_sampled(tree, children & tree.sampled, p, sampler)
-        fixed = children & ~tree.sampled & (taken < 0)[:, None]
+        fixed = children & ~tree.sampled
     token = sampler.multinomial(p)
     child = torch.where(taken >= 0, taken, _matching(fixed, tree.tokens, token))
     if tree.size:

@@ -225,7 +225,7 @@ def skip_the_temperature_of_the_target(patch: pytest.MonkeyPatch) -> Drafter:
     choose = verification._choose
     patch.setattr(
         verification, "_choose",
-        lambda tree, node, open_, scores, sampler: choose(tree, node, open_, scores * 0.6, sampler),
+        lambda tree, node, scores, sampler: choose(tree, node, scores * 0.6, sampler),
     )  # fmt: skip
     return near()
 

@@ -26,12 +26,14 @@ class PrescribedSampler:
         uniforms: `[levels, ranks, B]` for the tests of sampled children.
         draws: `[levels, B]` for the draws of tokens.
         asked: the drafted prefixes `[B, level]` that scores were asked for.
+        drawn_from: the distributions `[B, V]` that tokens were drawn from, level by level.
     """
 
     def __init__(self, do_sample: bool, uniforms: Tensor, draws: Tensor) -> None:
         self.do_sample = do_sample
         self.uniforms, self.draws = uniforms, draws
         self.asked: list[Tensor] = []
+        self.drawn_from: list[Tensor] = []
 
     def scores(self, logits: Tensor, state: Any, path: Tensor) -> Tensor:
         self.asked.append(path)
@@ -43,6 +45,7 @@ class PrescribedSampler:
         return self.uniforms[len(self.asked) - 1, self.rank - 1]
 
     def multinomial(self, probs: Tensor) -> Tensor:
+        self.drawn_from.append(probs)
         return invert(probs, self.draws[len(self.asked) - 1])
 
 
@@ -53,9 +56,12 @@ def invert(probs: Tensor, at: Tensor) -> Tensor:
 
 def reference(
     tree: DraftTree, logits: Tensor, row: int, sampler: PrescribedSampler
-) -> tuple[list[int], list[int]]:
-    """Accepted nodes and committed tokens of one row, straight from the rules."""
-    node, nodes, tokens = ROOT, [], []
+) -> tuple[list[int], list[int], dict[int, Tensor]]:
+    """Accepted nodes and committed tokens of one row, straight from the rules.
+
+    Also what was left of `p` at the levels where no sampled child was accepted.
+    """
+    node, nodes, tokens, left = ROOT, [], [], {}
     while True:
         level = len(nodes)
         p = torch.softmax(logits[row, node + 1], dim=-1)
@@ -67,6 +73,8 @@ def reference(
         if sampler.do_sample:
             child, p = try_sampled(tree, row, children, p, sampler.uniforms[level, :, row])
             token = int(invert(p, sampler.draws[level, row]))
+            if child is None:
+                left[level] = p
         else:
             child, token = None, int(p.argmax())
         if child is None:
@@ -78,7 +86,7 @@ def reference(
                     child = other
                     break
         if child is None:
-            return nodes, [*tokens, token]
+            return nodes, [*tokens, token], left
         nodes.append(child)
         tokens.append(int(tree.tokens[row, child]))
         node = child
@@ -130,7 +138,7 @@ def walk(tree: DraftTree, logits: Tensor, sampler: Any, **options: Any) -> Verdi
     return verify(tree, logits, sampler, None, **options)  # type: ignore[arg-type]
 
 
-CASES = st.tuples(st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 9))
+CASES = st.tuples(st.integers(0, 2**32), st.integers(1, 5), st.integers(6, 10))
 
 
 @settings(max_examples=150, deadline=None)
@@ -139,7 +147,7 @@ def test_every_row_is_walked_by_the_rules(case: Case, do_sample: bool) -> None:
     tree, logits, sampler = make(case, do_sample)
     verdict = walk(tree, logits, sampler)
     for row in range(case[1]):
-        nodes, tokens = reference(tree, logits, row, sampler)
+        nodes, tokens, left = reference(tree, logits, row, sampler)
         accepted = len(nodes)
         assert verdict.accepted[row] == accepted
         assert verdict.tokens[row, : accepted + 1].tolist() == tokens
@@ -148,6 +156,8 @@ def test_every_row_is_walked_by_the_rules(case: Case, do_sample: bool) -> None:
         assert set(verdict.path[row, accepted:].tolist()) == {verdict.path[row, accepted].item()}
         for level in range(accepted + 1):
             assert sampler.asked[level][row].tolist() == tokens[:level]
+        for level, p in left.items():
+            torch.testing.assert_close(sampler.drawn_from[level][row], p)
 
 
 @settings(max_examples=30, deadline=None)
