@@ -5,13 +5,14 @@
 Both drafters have random weights: layers, embedding and output layer of the target's own sizes (the
 time of a step does not depend on what they have learnt). The target's cache holds random numbers. A
 GliDe step is measured a second time with its cross-attention taken out: the difference is what
-reading the target costs. All variants of a context run in turn in one process; a figure is the
-fastest step of all, since whatever else the machine does can only add to it.
+reading the target costs. All variants of a context run in turn in one process; figures are medians.
+On a CPU they are processor time of one thread, so that what else the machine does hardly counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 
 import torch
@@ -33,8 +34,10 @@ DEPTH = 4
 def main() -> None:
     arguments = parse()
     torch.manual_seed(0)
-    target = Target.load(arguments.model, dtype=arguments.dtype)
-    print(f"{arguments.model}, {arguments.dtype}, {torch.get_num_threads()} threads, ms a step")
+    torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = Target.load(arguments.model, dtype=arguments.dtype, device=device)
+    print(f"{arguments.model}, {arguments.dtype}, {device}, ms a step")
     print("layers  context  autoregressive  glide  without cross-attention  cross-attention")
     for layers in arguments.layers:
         drafters = make_drafters(target, layers)
@@ -74,9 +77,11 @@ def make_drafters(target: Target, layers: int) -> dict[str, ChainDrafter]:
     small.set_input_embeddings(vocabulary["embedding"])
     small.lm_head = vocabulary["output"]
     made: dict[str, ChainDrafter] = {
-        "autoregressive": AutoregressiveDrafter(model=small.to(dtype=target.dtype).eval()),
-        "glide": GlideDrafter(checkpoint=with_cross.to(target.dtype)),
-        "without cross-attention": GlideDrafter(checkpoint=without.to(target.dtype)),
+        "autoregressive": AutoregressiveDrafter(
+            model=small.to(device=target.device, dtype=target.dtype).eval()
+        ),
+        "glide": GlideDrafter(checkpoint=with_cross.to(target.device, target.dtype)),
+        "without cross-attention": GlideDrafter(checkpoint=without.to(target.device, target.dtype)),
     }
     for drafter in made.values():
         drafter.attach(target)
@@ -104,8 +109,8 @@ def measure(
             # The first pass of a round reads the root; what it costs is not a step's.
             drafter.rewind([context])
             drafter.begin(state)
-            times[name] += [timed(drafter) for _ in range(DEPTH - 1)]
-    return {name: 1000 * min(found) for name, found in times.items()}
+            times[name] += [timed(drafter, target.device) for _ in range(DEPTH - 1)]
+    return {name: 1000 * statistics.median(found) for name, found in times.items()}
 
 
 def filled_state(target: Target, context: int) -> GenerationState:
@@ -128,12 +133,16 @@ def filled_state(target: Target, context: int) -> GenerationState:
     return state
 
 
-def timed(drafter: ChainDrafter) -> float:
-    """Seconds of one step, the device's work included."""
+def timed(drafter: ChainDrafter, device: torch.device) -> float:
+    """Seconds of one step."""
+    if device.type == "cpu":
+        started = time.thread_time()
+        drafter.extend(True)
+        return time.thread_time() - started
+    torch.cuda.synchronize()
     started = time.perf_counter()
     drafter.extend(True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return time.perf_counter() - started
 
 
