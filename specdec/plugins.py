@@ -25,6 +25,8 @@ from specdec.errors import SpecdecError
 from specdec.params import Configurable, suggest, validate
 
 if TYPE_CHECKING:
+    import typer
+
     from specdec.drafters.base import Drafter
     from specdec.metrics import RoundRecord
     from specdec.policies.base import LengthPolicy
@@ -224,7 +226,7 @@ class Registry:
 
     @property
     def hook(self) -> Any:
-        """pluggy's callers: `registry.hook.specdec_register_commands(cli=app)`."""
+        """pluggy's callers: `registry().hook.specdec_round_finished(record=record)`."""
         return self._manager.hook
 
     def find(self, kind: str, name: str, where: str = "") -> Registration:
@@ -265,10 +267,8 @@ class Registry:
             self._manager.check_pending()
             if not self._manager.get_hookcallers(plugin):
                 raise TypeError("it has no function marked `specdec.hookimpl`")
-            others = [other for other in self._manager.get_plugins() if other is not plugin]
             for kind, hook in KINDS.items():
-                caller = self._manager.subset_hook_caller(hook, remove_plugins=others)
-                caller(register=self._collector(kind, origin, new))
+                self._call_only(plugin, hook, register=self._collector(kind, origin, new))
         except BaseException:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
@@ -287,8 +287,15 @@ class Registry:
             except PluginClash:
                 raise
             except (Exception, SystemExit) as error:
-                self.broken[origin] = _reason(error)
-                logger.warning("Skipped the plugin %s: %s", origin, _reason(error))
+                self._skip(origin, error)
+
+    def add_commands(self, cli: typer.Typer) -> None:
+        """Let every plugin add its subcommands; one that fails is named and skipped."""
+        for name, plugin in self._manager.list_name_plugin():
+            try:
+                self._call_only(plugin, "specdec_register_commands", cli=cli)
+            except Exception as error:
+                self._skip(self._origins[name], error)
 
     def add_listed(self, plugin: str, folder: Path, where: str = "") -> None:
         """A plugin that a configuration asks for; one that is in already stays as it is.
@@ -318,6 +325,14 @@ class Registry:
             raise SpecdecError(
                 f"{prefix}the plugin {plugin} cannot be loaded: {_reason(error)}.{hint}"
             ) from error
+
+    def _call_only(self, plugin: object, hook: str, **arguments: Any) -> None:
+        others = [other for other in self._manager.get_plugins() if other is not plugin]
+        self._manager.subset_hook_caller(hook, remove_plugins=others)(**arguments)
+
+    def _skip(self, origin: str, error: BaseException) -> None:
+        self.broken[origin] = _reason(error)
+        logger.warning("Skipped the plugin %s: %s", origin, _reason(error))
 
     def _collector(
         self, kind: str, origin: str, new: list[Registration]

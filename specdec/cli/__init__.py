@@ -55,7 +55,7 @@ def make_app() -> typer.Typer:
     for module in pkgutil.iter_modules(__path__):
         if not module.name.startswith("_"):
             importlib.import_module(f"{__name__}.{module.name}").register(app)
-    registry().hook.specdec_register_commands(cli=app)
+    registry().add_commands(app)
     return app
 
 
