@@ -84,10 +84,13 @@ def test_refused_or_exact(model_type, is_decoder):
     model = tiny(model_type, is_decoder)
     if model is None:
         pytest.skip("no tiny model of this type")
+    refusal = None
     try:
         target = Target(model)
     except SpecdecError as error:
-        assert type(model).__name__ in str(error)
+        refusal = str(error)
+    if refusal is not None:
+        assert type(model).__name__ in refusal
         return
     prompts = [[5, 9, 14, 5, 9, 23, 40, 11, 60, 61, 62, 7], [7], [9, 9, 8, 31]]
     try:
