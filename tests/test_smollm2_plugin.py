@@ -37,6 +37,21 @@ def start(code: str, **env: str) -> "subprocess.Popen[str]":
     )
 
 
+def finish(*processes: "subprocess.Popen[str]") -> list[str]:
+    """What each of them printed; none is left running, whatever happens."""
+    try:
+        printed = []
+        for process in processes:
+            out, err = process.communicate(timeout=1200)
+            assert process.returncode == 0, err
+            printed.append(out.strip())
+        return printed
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 # --- the kept folder ---------------------------------------------------------------------------
 
 
@@ -139,10 +154,7 @@ def slow_make(place: Path, seconds: float) -> "subprocess.Popen[str]":
 
 def test_two_processes_at_once_make_it_once(tmp_path: Path) -> None:
     processes = [slow_make(tmp_path, 1.0) for _ in range(2)]
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        assert out == "1000\n"
+    assert finish(*processes) == ["1000", "1000"]
     assert (tmp_path / "log").read_text() == "made\n"
 
 
@@ -219,9 +231,8 @@ def without_package(home: Path) -> str:
     process = start(
         WITHOUT_PACKAGE, HF_HUB_OFFLINE="1", HF_HOME=str(home), SPECDEC_CACHE=str(home / "specdec")
     )
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out.strip()
+    [printed] = finish(process)
+    return printed
 
 
 def test_without_package_and_hub_one_error_says_both(tmp_path: Path) -> None:
@@ -258,11 +269,9 @@ def gguf_tensors() -> dict:
 def test_two_real_starts_at_once(tmp_path: Path, gguf_tensors: dict) -> None:
     code = "from specdec_smollm2 import smollm2_135m; print(smollm2_135m())"
     processes = [start(code, SPECDEC_CACHE=str(tmp_path)) for _ in range(2)]
-    for process in processes:
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        assert is_intact(Path(out.strip()))
-        assert Path(out.strip()).parent == tmp_path
+    folder = tmp_path / "smollm2-135m-q4_1-v1"
+    assert finish(*processes) == [str(folder), str(folder)]
+    assert is_intact(folder)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["smollm2-135m-q4_1-v1", "smollm2-135m-q4_1-v1.lock"]
 
