@@ -99,6 +99,7 @@ def _print(found: Evaluation, title: str) -> None:
     console.print(_table(found))
     by_position = " ".join(f"{alpha:.2f}" for alpha in found.overall.alpha_by_position)
     console.print(f"accepted by position: {by_position}")
+    console.print(f"the pass that checks a draft takes {found.overall.check:.2f} plain passes")
     if found.looping:
         answers = found.looping + found.overall.answers
         console.print(f"{found.looping} of {answers} answers repeat themselves and are left out.")
@@ -109,12 +110,11 @@ def _table(found: Evaluation) -> RenderableType:
     from rich.table import Table
 
     table = Table(
-        "", "answers", "τ", "α", "drafted", "c", "check", "predicted", "measured",
-        box=box.SIMPLE_HEAD,
-    )  # fmt: skip
+        "", "answers", "τ", "α", "drafted", "c", "predicted", "measured", box=box.SIMPLE_HEAD
+    )
     for name, score in {**found.by_category, "all": found.overall}.items():
         figures = (
-            score.tau, score.alpha, score.draft_length, score.c, score.check,
+            score.tau, score.alpha, score.draft_length, score.c,
             score.predicted_speedup, score.measured_speedup,
         )  # fmt: skip
         table.add_row(name, str(score.answers), *(f"{figure:.2f}" for figure in figures))
