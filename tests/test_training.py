@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from specdec.cli import make_app
 from specdec.decoder import SpeculativeDecoder
 from specdec.errors import SpecdecError
+from specdec.plugins import make_drafter
 from specdec.target import Target
 from specdec.training.data import DataSynthesis
 from specdec.training.features import FeatureStore
@@ -31,6 +32,7 @@ KINDS = {
     "glide": {"block_size": 4},
     "autoregressive": {"layers": [1]},
 }
+CHECKPOINT = {"eagle2": "checkpoint", "glide": "checkpoint", "autoregressive": "model"}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -221,7 +223,12 @@ def test_training_lowers_the_loss(
     held_out = [line for line in lines if line.get("held_out")]
     assert held_out[-1]["loss"] < held_out[0]["loss"]
     assert held_out[-1]["tau"] >= 1.0
-    assert len(json.loads((where / "draft_vocab.json").read_text())) == 40
+    ids = json.loads((where / "draft_vocab.json").read_text())
+    assert len(ids) == 40
+    drafter = make_drafter({"name": kind, CHECKPOINT[kind]: str(where)})
+    assert drafter is not None
+    drafter.attach(target)
+    assert drafter.vocabulary.ids.tolist() == ids
 
 
 def test_a_killed_run_goes_on_exactly(

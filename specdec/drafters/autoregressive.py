@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -17,6 +17,7 @@ from specdec.errors import SpecdecError
 from specdec.host import send
 from specdec.model import CachedModel
 from specdec.params import Params as ParamsBase
+from specdec.plugins import resolve_model
 from specdec.state import GenerationState
 from specdec.target import Target, TargetPass, load_pretrained, pieces
 
@@ -40,14 +41,18 @@ class AutoregressiveDrafter(ChainDrafter):
         )
         dtype: str = Field("auto", description="dtype to load it in, e.g. bfloat16")
         device: str | None = Field(None, description="device; the target's by default")
-        draft_vocab: list[int] | str | None = Field(
-            None, description="token ids to draft from, or a JSON file with them; all by default"
+        draft_vocab: list[int] | str | Literal[False] | None = Field(
+            None,
+            description="token ids to draft from, or a JSON file with them; by default the model's "
+            "draft_vocab.json where it has one, false for the whole vocabulary",
         )
 
     def attach(self, target: Target) -> None:
+        where: str | None = None
         if isinstance(self.params.model, PreTrainedModel):
             model, tokenizer = self.params.model.eval(), None
         else:
+            where = resolve_model(self.params.model, "drafter.model")
             model, tokenizer = load_pretrained(
                 self.params.model,
                 role="drafter.model",
@@ -57,7 +62,7 @@ class AutoregressiveDrafter(ChainDrafter):
         check_tokenizers(target.tokenizer, tokenizer)
         self.model = CachedModel(model, role="drafter.model")
         self.max_positions = self.model.max_positions
-        ids = load_draft_vocab(self.params.draft_vocab)
+        ids = load_draft_vocab(self.params.draft_vocab, where)
         self.vocabulary = DraftVocabulary(target.vocab_size, self.model.vocab_size, ids)
         self.vocabulary.to(self.model.device)
         self.output = None
