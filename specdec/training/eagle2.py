@@ -14,7 +14,6 @@ from transformers import DynamicCache
 from specdec.drafters.eagle2 import EagleConfig, EagleHead
 from specdec.params import Params as ParamsBase
 from specdec.target import Target
-from specdec.training.layers import last_layers
 from specdec.training.losses import Distance, OutputRows, distill, feature_loss
 from specdec.training.recipe import Batch, Outcome, Recipe, chains_of
 
@@ -41,17 +40,12 @@ class Eagle2Recipe(Recipe):
         )
         by: Distance = Field("kl", description="distance of the distributions: kl or tv")
         depth: int = Field(5, ge=1, description="length of the drafts that τ is reported for")
-        start: Literal["target", "random"] = Field(
-            "target", description="begin with the target's last layers, or with random weights"
-        )
 
     def __init__(self, params: Params, target: Target, output: OutputRows, seed: int) -> None:
         super().__init__()
         self.params, self.output = params, output
         torch.manual_seed(seed)
         self.head = EagleHead(_config(target, params.layers))
-        if params.start == "target":
-            _start_from_target(self.head, target)
         self._embedding = (target.model.get_input_embeddings(),)
         self.dtype = target.dtype
 
@@ -128,20 +122,3 @@ def _config(target: Target, layers: int) -> EagleConfig:
         rope_theta=rope.get("rope_theta", 10_000.0),
         bias=True,
     )
-
-
-@torch.no_grad()
-def _start_from_target(head: EagleHead, target: Target) -> None:
-    """The target's last layers, behind an `fc` that hands on the feature and little of the token."""
-    size = head.config.hidden_size
-    head.fc.weight[:, size:] = torch.eye(size)
-    if head.fc.bias is not None:
-        head.fc.bias.zero_()
-    taken = last_layers(target, len(head.layers))
-    own = head.official_state_dict()
-    fitting = {
-        name: taken[name].to(tensor)
-        for name, tensor in own.items()
-        if name in taken and taken[name].shape == tensor.shape
-    }
-    head.load_official_state_dict(own | fitting)
