@@ -39,6 +39,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What a configuration means where it says nothing."""
 
+TRAINED: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "name": "eagle2",
+        "checkpoint": "smollm2-135m-eagle2",
+        "top_k": 4,
+        "depth": 5,
+        "total_tokens": 16,
+    },
+}
+"""For a target by its registered name the drafter that stands in for the default one, where its
+checkpoint is registered too."""
+
 KEYS = ("plugins", "target", "drafter", "policy", "generation", "seed")
 NAMING_KEY = {"target": "model", "drafter": "name", "policy": "name"}
 """`policy: svip` is short for `policy: {name: svip}`."""
@@ -56,7 +68,7 @@ class TargetConfig(Params):
         "auto", description="type of the weights; auto takes the checkpoint's own"
     )
     device: str = Field(
-        "auto", description="cpu, cuda, cuda:1, mps, ...; auto takes the first accelerator"
+        "auto", description="cpu, cuda, cuda:1, ...; auto takes a CUDA device where there is one"
     )
     device_map: str | dict[str, int | str] | None = Field(
         None, description="spread the target over devices, as in transformers"
@@ -108,13 +120,14 @@ def read(
         document = parse_file(Path(config), places)
     with places.named():
         _check_keys(document)
-        _complete(document)
-        changes = [([section], value, "") for section, value in overrides.items()]
+        _write_out(document)
+        changes = [([section], _copy(value), "") for section, value in overrides.items()]
         changes += [(*parse_setting(text), "--set ") for text in settings]
         # Names first: a new one clears the parameters that belonged to the old one.
         for path, value, place in sorted(changes, key=lambda change: change[0][-1] != "name"):
             places.of[tuple(path)] = place
             put(document, path, value)
+        _complete(document)
         return _check(document, folder, places)
 
 
@@ -286,19 +299,33 @@ def _check_keys(document: Mapping[Any, Any]) -> None:
             raise SpecdecError(f"{key}: unknown key. {suggest(str(key), KEYS)}")
 
 
+def _write_out(document: dict[str, Any]) -> None:
+    """Write shorthands out, and drop the sections that say nothing."""
+    for section, value in list(document.items()):
+        if value is None:
+            del document[section]
+        elif section in NAMING_KEY and isinstance(value, str):
+            document[section] = {NAMING_KEY[section]: value}
+
+
 def _complete(document: dict[str, Any]) -> None:
-    """Fill in the defaults, and write shorthands out."""
-    for section, default in DEFAULTS.items():
-        value = document.get(section)
-        document[section] = dict(default) if value is None else _written_out(section, value)
+    """Fill in the defaults: for a section that is not there, and for one that names nothing."""
+    for section, key in NAMING_KEY.items():
+        default = default_of(section, document.get("target"))
+        value = document.setdefault(section, default)
+        if isinstance(value, Mapping) and key not in value:
+            document[section] = {**default, **value}
     document["generation"] = document.get("generation") or {}
     document["plugins"] = document.get("plugins") or []
 
 
-def _written_out(section: str, value: Any) -> Any:
-    if isinstance(value, str):
-        return {NAMING_KEY[section]: value}
-    return {**DEFAULTS[section], **value} if isinstance(value, Mapping) else value
+def default_of(section: str, target: Any) -> dict[str, Any]:
+    """What a section means that is not there; `target` is the target's section."""
+    model = target.get("model") if section == "drafter" and isinstance(target, Mapping) else None
+    trained = TRAINED.get(model) if isinstance(model, str) else None
+    if trained and trained["checkpoint"] in plugins.registry().entries["model"]:
+        return dict(trained)
+    return dict(DEFAULTS[section])
 
 
 def put(container: dict[str, Any], path: list[str], value: Any, outer: str = "") -> None:

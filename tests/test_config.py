@@ -94,6 +94,42 @@ def test_parameters_without_a_name_are_those_of_the_default(tiny_target_folder: 
     assert checked.policy.params.threshold == 0.7
 
 
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Registers models by name, and no others."""
+
+    def register(*names: str) -> None:
+        models = {name: plugins.Registration("model", name, str, "test") for name in names}
+        registry = plugins.registry()
+        monkeypatch.setattr(registry, "entries", registry.entries | {"model": models})
+
+    return register
+
+
+def test_the_default_drafter_is_the_one_that_was_trained_for_the_target(
+    registered: Any, tiny_target_folder: Path
+) -> None:
+    registered("smollm2-135m", "smollm2-135m-eagle2")
+    checked: Any = config.read()
+    assert checked.title == "eagle2 + svip"
+    assert checked.drafter.params.checkpoint == "smollm2-135m-eagle2"
+    assert checked.drafter.params.total_tokens == 16
+    checked = config.read({"drafter": {"top_k": 3}}, ["drafter.depth=2", "target.dtype=float32"])
+    assert (checked.title, checked.drafter.params.top_k, checked.drafter.params.depth) == (
+        "eagle2 + svip", 3, 2,
+    )  # fmt: skip
+    own: Any = config.read({"drafter": {"name": "eagle2", "checkpoint": "smollm2-135m-eagle2"}})
+    assert own.drafter.params.top_k == 10, "who names a drafter gets its own defaults"
+    assert config.read(settings=["drafter=ngram"]).title == "ngram + svip"
+    assert config.read(settings=[f"target={tiny_target_folder}"]).title == "ngram + svip"
+    assert config.read(drafter=None).drafter is None
+
+
+def test_without_a_trained_drafter_the_default_needs_no_model(registered: Any) -> None:
+    registered("smollm2-135m")
+    assert config.read().title == "ngram + svip"
+
+
 def test_settings_override_the_file(write: Any) -> None:
     path = write("policy: {name: svip, threshold: 0.5, scale: 0.2}\ndrafter: ngram")
     checked: Any = config.read(
