@@ -162,7 +162,7 @@ def _check(document: dict[str, Any], folder: Path, name: str, places: Places) ->
             raise SpecdecError(f"{key}: unknown key. {suggest(str(key), KEYS)}")
     for plugin in base.list_of_names(document.get("plugins") or []):
         plugins.registry().add_listed(plugin, folder, "plugins")
-    target = document.get("target") or dict(base.DEFAULTS["target"])
+    target = document.get("target") or base.default_of("target", None)
     questions = _check_questions(document.get("questions"))
     generation = dict(document.get("generation") or {})
     temperature = generation.pop("temperature", 0.0)
@@ -224,9 +224,10 @@ class _Grid:
     def __init__(self, document: dict[str, Any], folder: Path, temperature: Any) -> None:
         self.document, self.folder = document, folder
         self.skipped: dict[str, str] = {}
+        target = document.get("target") or base.default_of("target", None)
         self.defaults = {
-            "drafter": document.get("drafter") or dict(base.DEFAULTS["drafter"]),
-            "policy": document.get("policy") or dict(base.DEFAULTS["policy"]),
+            "drafter": document.get("drafter") or base.default_of("drafter", target),
+            "policy": document.get("policy") or base.default_of("policy", target),
             "temperature": document.get("temperature", temperature),
             "batch_size": document.get("batch_size", 1),
         }
