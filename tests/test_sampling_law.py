@@ -19,6 +19,7 @@ from specdec.draft import DraftStep, DraftTree
 from specdec.drafters.autoregressive import AutoregressiveDrafter
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.vocab import DraftVocabulary
+from specdec.generation import GenerationSettings
 from specdec.plugins import registry
 from specdec.policies import FixedPolicy
 from specdec.sampling import Sampler
@@ -178,6 +179,12 @@ def test_a_drafter_whose_logits_overflow() -> None:
     model = noisy(TARGET, eps=0.4)
     model.lm_head.weight.data[2] = torch.inf
     assert_lossless(decoder(AutoregressiveDrafter(model=model)))
+
+
+def test_drafting_that_is_turned_off_and_on_again() -> None:
+    """Rows that draft and rows that do not, in one batch; when is a matter of measured times."""
+    settings = GenerationSettings(auto_off=1)
+    assert_lossless(SpeculativeDecoder(TARGET, near(), FixedPolicy(length=2), settings=settings))
 
 
 # --- rules broken on purpose ----------------------------------------------------------------------
