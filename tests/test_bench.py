@@ -290,11 +290,11 @@ def test_the_figures_follow_from_the_lines(bench_run: Path) -> None:
 
 def test_the_intervals_are_those_of_a_bootstrap() -> None:
     draws = torch.randn(60, generator=torch.Generator().manual_seed(1)).add(2).tolist()
-    low, high = median_interval({"one": draws})
+    low, high = median_interval(draws)
     assert low < statistics.median(draws) < high
     # The median of n normal values has a standard deviation of about 1.25 / √n.
     assert 0.5 < (high - low) / (2 * 1.96 * 1.25 / 60**0.5) < 2
-    assert median_interval({"one": [1.5] * 9}) == [1.5, 1.5]
+    assert median_interval([1.5] * 9) == [1.5, 1.5]
 
 
 def test_the_oracle_drafts_what_is_accepted_and_one_token_more(bench_run: Path) -> None:
