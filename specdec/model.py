@@ -67,8 +67,20 @@ class CachedModel:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest text that the model's positions allow, in tokens."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """Longest text that the model's positions allow, in tokens.
+
+        A LongRoPE model rotates all keys anew when the text outgrows its first context; what is in
+        the cache would be of the old kind, so its texts end there.
+        """
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]
+        limits = [
+            kind.get("original_max_position_embeddings")
+            for kind in kinds
+            if kind.get("rope_type") == "longrope"
+        ]
+        limits.append(getattr(self.config, "max_position_embeddings", None))
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @torch.no_grad()
     def forward(

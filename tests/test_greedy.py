@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import Phi3Config, PreTrainedModel
 
 from specdec import SpeculativeDecoder
 from specdec.drafters.autoregressive import AutoregressiveDrafter
@@ -19,6 +19,7 @@ from tests.tiny import (
     ARCHITECTURES,
     PROMPT,
     architecture,
+    build,
     left_padded,
     llama,
     noisy,
@@ -178,6 +179,37 @@ def test_up_to_the_last_position_of_the_context(drafter, new):
         output = decoder.generate(prompts, max_new_tokens=8)
     assert output.token_ids == right
     assert output.finish_reasons == ["length", "length"]
+
+
+def test_long_rope_ends_where_its_rotation_would_change():
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 4,
+        "long_factor": [6.0] * 4, "original_max_position_embeddings": 40,
+    }  # fmt: skip
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = Phi3Config(
+        vocab_size=64, **sizes, num_attention_heads=4, initializer_range=0.4,
+        max_position_embeddings=128, original_max_position_embeddings=40, rope_parameters=rope,
+        eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    target, prompts = build(config, seed=3), [random_prompt(25), random_prompt(5)]
+    decoder = SpeculativeDecoder(target, autoregressive(target), "fixed")
+    output = decoder.generate(prompts, max_new_tokens=15)
+    assert output.token_ids == wanted(target, prompts, 15)
+    with pytest.warns(UserWarning, match="context is 40 tokens"):
+        output = decoder.generate(prompts, max_new_tokens=20)
+    assert output.token_ids == [plain(target, prompts[0], 15), plain(target, prompts[1], 20)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_eager_attention(name):
+    target, prompts = ARCHITECTURES[name](), ragged(3)
+    target.set_attn_implementation("eager")
+    right = wanted(target, prompts, 12)
+    texts = [prompt + new for prompt, new in zip(prompts, right, strict=True)]
+    for drafter in (autoregressive(target), random_trees(texts)):
+        output = SpeculativeDecoder(target, drafter).generate(prompts, max_new_tokens=12)
+        assert output.token_ids == right
 
 
 def test_learned_positions_end_with_the_context():
