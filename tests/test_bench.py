@@ -85,6 +85,15 @@ def test_assisted_generation_takes_the_drafters_of_the_grid() -> None:
     assert [peer["tokens"] for peer in assisted] == [20, 3, 5]
 
 
+def test_a_peer_may_be_measured_at_some_temperatures_only() -> None:
+    peers = ["transformers", {"name": "prompt-lookup", "temperature": 0, "tokens": [5, 10]}]
+    names = grid(peers=peers, temperature=[0, 1], drafter="ngram")
+    assert [name for name in names if "lookup" in name] == [
+        "transformers prompt lookup (tokens=5), T=0",
+        "transformers prompt lookup (tokens=10), T=0",
+    ]
+
+
 def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = read({"peers": ["transformers", "assisted"], "drafter": "ngram"})

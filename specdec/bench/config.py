@@ -278,18 +278,30 @@ class _Grid:
             peers = [peers]
         for number, peer in enumerate(peers):
             where = f"peers.{number}"
-            for choice in self._peer_variants(peer, where, own):
-                for temperature, size in settings:
-                    reason = PEERS[choice["name"]].cannot(size)
-                    if reason is None:
-                        yield Row(_peer_label(choice), temperature, size, peer=choice)
-                    else:
-                        self.skipped[f"{_peer_label(choice)}, batch {size}"] = reason
+            choice = {"name": peer} if isinstance(peer, str) else peer
+            if not isinstance(choice, Mapping) or not isinstance(choice.get("name"), str):
+                raise SpecdecError(f"{where}: expected a name, or a mapping with `name`.")
+            choice = dict(choice)
+            everywhere = [temperature for temperature, _ in settings]
+            given = choice.pop("temperature", everywhere)
+            temperatures = _numbers(given, float, 0, f"{where}.temperature")
+            chosen = [setting for setting in settings if setting[0] in temperatures]
+            for variant in self._peer_variants(choice, where, own):
+                yield from self._peer_settings(variant, chosen)
 
-    def _peer_variants(self, peer: Any, where: str, own: list[Row]) -> Iterator[dict[str, Any]]:
-        choice = {"name": peer} if isinstance(peer, str) else peer
-        if not isinstance(choice, Mapping) or not isinstance(choice.get("name"), str):
-            raise SpecdecError(f"{where}: expected a name, or a mapping with `name`.")
+    def _peer_settings(
+        self, peer: dict[str, Any], settings: list[tuple[float, int]]
+    ) -> Iterator[Row]:
+        for temperature, size in settings:
+            reason = PEERS[peer["name"]].cannot(size)
+            if reason is None:
+                yield Row(_peer_label(peer), temperature, size, peer=peer)
+            else:
+                self.skipped[f"{_peer_label(peer)}, batch {size}"] = reason
+
+    def _peer_variants(
+        self, choice: dict[str, Any], where: str, own: list[Row]
+    ) -> Iterator[dict[str, Any]]:
         name = choice["name"]
         if name not in PEERS:
             raise SpecdecError(f"{where}: unknown peer '{name}'. {suggest(name, PEERS)}")
@@ -303,7 +315,7 @@ class _Grid:
                 self.skipped[PEERS[name].label] = (
                     "the grid has no autoregressive drafter to assist with"
                 )
-        for variant in _product(PEERS[name].Params, dict(choice), where):
+        for variant in _product(PEERS[name].Params, choice, where):
             for model in models:
                 full = variant if model is None else {**variant, "model": model}
                 full = base.locate(full, where, self.folder)
