@@ -8,10 +8,10 @@ they are; the target's own pass and its cache are ours in both, so what differs 
 bookkeeping. With `--dtype float32` the two must grow the same trees and write the same tokens (in
 bfloat16 roundings differ).
 
-Counts are of one round: head passes, target passes, and host reads, that is calls that hand a
-tensor's values to Python, in drafting and in the whole round. On an accelerator each of them waits
-for the device. On a CPU, where looking is free, our loop also looks for drafted ends of text and for
-the end of the accepted path; on an accelerator it makes one read a round.
+Counts are of one round: head passes, target passes, tensor operations of drafting (kernels, on an
+accelerator), and host reads, that is calls that hand a tensor's values to Python. On an accelerator
+each of them waits for the device. On a CPU, where looking is free, our loop also looks for drafted
+ends of text and for the end of the accepted path; on an accelerator it makes one read a round.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessorList
 
 from specdec.draft import DraftTree
@@ -112,7 +113,10 @@ def middle(seconds: list[float]) -> str:
 
 def count(contender: Contender, head: EagleHead, target: Target) -> dict[str, int]:
     """Passes and host reads of one round."""
-    found = {"head passes": 0, "target passes": 0, "reads, drafting": 0, "reads, round": 0}
+    found = {
+        "head passes": 0, "target passes": 0, "ops, drafting": 0, "reads, drafting": 0,
+        "reads, round": 0,
+    }  # fmt: skip
 
     def add(name: str, *_: object) -> None:
         found[name] += 1
@@ -126,11 +130,29 @@ def count(contender: Contender, head: EagleHead, target: Target) -> dict[str, in
         head.fc.register_forward_pre_hook(partial(add, "head passes")),
         target.model.register_forward_pre_hook(partial(add, "target passes")),
     ]
-    with host_reads(seen):
+
+    def operation() -> None:
+        if contender.is_drafting():
+            add("ops, drafting")
+
+    with host_reads(seen), Operations(operation):
         contender.round()
     for hook in hooks:
         hook.remove()
     return found
+
+
+class Operations(TorchDispatchMode):
+    """Calls `seen` for every tensor operation that is not a view."""
+
+    def __init__(self, seen: Callable[[], None]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.seen()
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -401,8 +423,8 @@ class PlainLayer(nn.Module):
             for name, tensor in weights.items()
             if name.startswith(stem)
         }
-        angles = torch.arange(65536, device=head.fc.weight.device)[:, None] * head.frequencies
-        table = torch.cat([angles, angles], dim=-1)
+        frequencies = head.frequencies.abs()
+        table = torch.arange(65536, device=frequencies.device)[:, None] * frequencies
         self.cos, self.sin = (
             table.cos().to(head.fc.weight.dtype),
             table.sin().to(head.fc.weight.dtype),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaModel,
     LogitsProcessorList,
@@ -309,10 +310,13 @@ class TestGreedy:
 class Checked(Eagle2Drafter):
     """Compares its cache with a fresh pass over the committed text, in every round."""
 
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)
+        self.checked: list[int] = []
+
     def attach(self, target: Target) -> None:
         super().attach(target)
         self.model = target.model
-        self.checked: list[int] = []
 
     def begin(self, state: GenerationState) -> None:
         super().begin(state)
@@ -500,7 +504,7 @@ class TestTree:
     ) -> None:
         """No tensor becomes a number or a list between the beginning and the end of a draft."""
         drafter = trained()
-        SpeculativeDecoder(target, drafter)
+        drafter.attach(Target(target))
         state = GenerationState(
             prompts(), SlotCache(5), Sampler(LogitsProcessorList(), False), [], torch.device("cpu")
         )
@@ -564,7 +568,7 @@ class TestDraftVocabulary:
         (tmp_path / "other.json").write_text("[3, 5]")
         for given, size in ((None, 3), (False, 128), (str(tmp_path / "other.json"), 2), ([1], 1)):
             drafter = Eagle2Drafter(checkpoint=str(tmp_path), draft_vocab=given)
-            SpeculativeDecoder(target, drafter)
+            drafter.attach(Target(target))
             assert drafter.vocabulary.size == size
             assert drafter.output(torch.zeros(1, 32)).shape == (1, size)
 
@@ -643,6 +647,13 @@ class TestSampling:
         decoder = SpeculativeDecoder(model, drafter, SVIPPolicy(threshold=0.45))
         law.assert_lossless(decoder, calls=1)
 
+    @pytest.mark.parametrize("sample", [False, True], ids=["fixed", "drawn"])
+    def test_is_lossless_where_branches_stop_row_by_row(self, sample: bool) -> None:
+        """Rows are widest at different levels."""
+        model = law.tiny_llama()
+        drafter = small(model, sample=sample, top_k=3, depth=3, total_tokens=30)
+        law.assert_lossless(SpeculativeDecoder(model, drafter, SomeBranches()), calls=1)
+
     def test_is_lossless_with_processors_that_read_the_prefix(self) -> None:
         model = law.tiny_llama()
         drafter = small(model, sample=True, top_k=3, total_tokens=12)
@@ -694,3 +705,59 @@ def repeats_a_token_in_another_branch(tree: DraftTree) -> bool:
     alike &= depths[:, :, None] == depths[:, None]
     alike &= tree.parents[:, :, None] != tree.parents[:, None]
     return bool((alike & tree.valid[:, :, None] & tree.valid[:, None]).any())
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> Target:
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
+    return Target(model, AutoTokenizer.from_pretrained(smollm2_path))
+
+
+@pytest.fixture(scope="module")
+def smollm2_head(smollm2: Target) -> EagleHead:
+    """A head that guesses the next feature to be the last one: untrained, but not always wrong."""
+    config = smollm2.config
+    head = new_head(
+        hidden_size=config.hidden_size, intermediate_size=64, vocab_size=config.vocab_size,
+        num_attention_heads=config.num_attention_heads, bias=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        head.fc.weight.zero_()
+        head.fc.weight[:, config.hidden_size :] = torch.eye(config.hidden_size)
+        for part in (head.layers[0].out, head.layers[0].down):
+            part.weight *= 0.02
+    return head
+
+
+QUESTIONS = [
+    "Count: one, two, three, four,",
+    "The capital of France is",
+    "a",
+    "Once upon a time there was a fox. The fox was red. The fox was quick. The fox was",
+    "def add(a, b):",
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2_texts(smollm2: Target) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what transformers writes behind them."""
+    ids = [smollm2.tokenizer(text)["input_ids"] for text in QUESTIONS]
+    return [(prompt, tiny.plain(smollm2.model, prompt, 20)) for prompt in ids]
+
+
+@pytest.mark.slow
+@policies
+def test_greedy_on_smollm2(
+    smollm2: Target,
+    smollm2_head: EagleHead,
+    smollm2_texts: list[tuple[list[int], list[int]]],
+    policy: LengthPolicy,
+) -> None:
+    drafter = Eagle2Drafter(checkpoint=smollm2_head, top_k=8, depth=3, total_tokens=16)
+    decoder = SpeculativeDecoder(smollm2, drafter, policy)
+    ids, expected = (list(part) for part in zip(*smollm2_texts, strict=True))
+    together = decoder.generate(ids, max_new_tokens=20, eos_token_id=[])
+    assert together.token_ids == expected
+    assert together.statistics.accepted > 0
+    alone = decoder.generate(ids[:1], max_new_tokens=20, eos_token_id=[])
+    assert alone.token_ids == expected[:1]

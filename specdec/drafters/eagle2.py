@@ -180,6 +180,7 @@ class Eagle2Drafter(Drafter):
 
     def finish(self) -> DraftTree:
         size = min(self.params.total_tokens - 1, max(self.sizes))
+        # Of drawn nodes nothing is left out: the pool stays within the limit while it grows.
         tokens, scores, parents = self.pool.best(size)
         valid = scores > -torch.inf
         proposals, proposal = self.pool.proposals() if self.sampling else (None, None)
@@ -224,7 +225,7 @@ class Eagle2Drafter(Drafter):
             nodes=first + best,
             features=_pick(outputs, source),
             visible=_pick(parents.visible, source),
-            path=torch.cat([_pick(parents.path, source), tokens[..., None]], dim=-1),
+            path=self._paths(parents, source, tokens),
         )
         self.last_step = DraftStep(
             depth=self.depth,
@@ -235,6 +236,11 @@ class Eagle2Drafter(Drafter):
             active=self.frontier.scores > -torch.inf,
             source=source,
         )
+
+    def _paths(self, parents: Frontier, source: Tensor, tokens: Tensor) -> Tensor:
+        if not self.sampling:
+            return tokens[..., None][..., :0]
+        return torch.cat([_pick(parents.path, source), tokens[..., None]], dim=-1)
 
     def _best(self, parents: Frontier, logits: Tensor) -> Children:
         """The `top_k` most probable tokens behind each parent, parents in order."""
@@ -386,7 +392,8 @@ class Frontier:
         nodes: index of each node in the pool.
         features: `[B, W, H]` the head's output at each node's parent.
         visible: `[B, W, slots]` which of the tree's slots in the head's cache each node reads.
-        path: `[B, W, d]` drafted tokens down to the node, itself included.
+        path: `[B, W, d]` drafted tokens down to the node, itself included; empty where nothing is
+            drawn and no distribution depends on it.
     """
 
     tokens: Tensor
@@ -573,8 +580,7 @@ class EagleHead(nn.Module):
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine, `[B, T, 1, head_dim]`: rotated = x * cos + roll(x) * sin."""
         angles = positions[..., None, None].float() * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -686,17 +692,24 @@ class RMSNorm(nn.Module):
 
 
 def _rope_frequencies(config: EagleConfig) -> Tensor:
-    """`[head_dim / 2]` radians a position. With scaling the official head's base stays 10,000."""
+    """`[head_dim]` radians a position, the first half negative: its sine is subtracted.
+
+    With scaling the official head's base stays 10,000.
+    """
     exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
     if not config.rope_scaling:
-        return config.rope_theta**-exponents
+        return _both_halves(config.rope_theta**-exponents)
     kind = config.rope_scaling.get("type", config.rope_scaling.get("rope_type"))
     if kind != "linear":
         raise SpecdecError(
             f"config.json: rope_scaling of type {kind!r} is not supported in an EAGLE head; "
             "the official code knows null and 'linear'."
         )
-    return 10_000.0**-exponents / float(config.rope_scaling["factor"])
+    return _both_halves(10_000.0**-exponents / float(config.rope_scaling["factor"]))
+
+
+def _both_halves(frequencies: Tensor) -> Tensor:
+    return torch.cat([-frequencies, frequencies])
 
 
 # --- the official checkpoint layout --------------------------------------------------------------
