@@ -14,6 +14,7 @@ WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+RECIPES := plugins/specdec-smollm2/recipes
 INPUTS := Makefile pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
@@ -51,10 +52,11 @@ bench: $(VENV)/.installed-dev  ## the quick benchmark: drafters and policies aga
 
 .PHONY: train-smollm2
 train-smollm2: $(VENV)/.installed-dev  ## make the drafters of the SmolLM2 pack again (hours)
-	$(BIN)/specdec data plugins/specdec-smollm2/training/data.yaml
-	$(BIN)/specdec train plugins/specdec-smollm2/training/ar.yaml
-	$(BIN)/specdec train plugins/specdec-smollm2/training/eagle2.yaml
-	$(BIN)/specdec train plugins/specdec-smollm2/training/glide.yaml
+	$(BIN)/specdec data $(RECIPES)/data.yaml
+	$(BIN)/specdec train $(RECIPES)/ar.yaml
+	$(BIN)/specdec train $(RECIPES)/eagle2.yaml
+	$(BIN)/specdec train $(RECIPES)/glide.yaml
+	$(BIN)/python $(RECIPES)/pack.py runs
 
 .PHONY: install
 install: $(VENV)/.installed-dev  ## make .venv with everything that development needs
