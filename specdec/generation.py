@@ -95,7 +95,9 @@ class StopRules:
 
     def _criteria_met(self, prefix: Tensor, new: list[int]) -> bool:
         text = torch.cat([prefix, prefix.new_tensor(new)])[None]
-        return any(bool(torch.as_tensor(criterion(text, None)).all()) for criterion in self.criteria)
+        return any(
+            bool(torch.as_tensor(criterion(text, None)).all()) for criterion in self.criteria
+        )
 
 
 def make_processors(

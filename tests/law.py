@@ -35,7 +35,7 @@ from specdec import SpeculativeDecoder
 LENGTH = 4
 """New tokens whose law is enumerated."""
 PROMPT = [1, 2, 3, 1]
-ROWS = 1500
+ROWS = 1250
 """Rows of one call. They are independent, and differ in what they accept."""
 BOUND = 1e-6
 """Smallest probability of a chi-square test that passes."""

@@ -292,9 +292,9 @@ def test_memory_does_not_grow_over_2000_rounds() -> None:
     sizes = {"num_hidden_layers": 1, "max_position_embeddings": 4096}
     drafter = AutoregressiveDrafter(model=small_llama(seed=9, **sizes))
     decoder = SpeculativeDecoder(small_llama(**sizes), drafter, FixedPolicy(length=1))
-    watch = LiveTensors([200, 1100, 2100])
+    watch = LiveTensors([200, 1100, 2000])
     with pytest.warns(UserWarning, match="hardly helps"):
-        out = decoder.generate([[1, 2]], max_new_tokens=2200, stopping_criteria=[watch])
+        out = decoder.generate([[1, 2]], max_new_tokens=2010, stopping_criteria=[watch])
     assert out.statistics.rounds >= 2000
     early, middle, late = watch.found.values()
     assert early == middle == late > 0
@@ -308,6 +308,7 @@ CPU = torch.device("cpu")
 STARTS = st.lists(st.integers(0, 6), min_size=1, max_size=4)
 
 
+@settings(deadline=None)
 @given(STARTS, st.integers(1, 5))
 def test_causal(starts: list[int], count: int) -> None:
     used = max(starts) + count
@@ -317,6 +318,7 @@ def test_causal(starts: list[int], count: int) -> None:
             assert mask[row, query].tolist() == [slot <= start + query for slot in range(used)]
 
 
+@settings(deadline=None)
 @given(STARTS, st.integers(1, 4), st.integers(1, 5), st.integers(0, 3), st.integers(0, 2**32))
 def test_behind_prefix(base: list[int], count: int, width: int, spare: int, seed: int) -> None:
     used = max(base) + width + spare
@@ -330,6 +332,7 @@ def test_behind_prefix(base: list[int], count: int, width: int, spare: int, seed
             assert mask[row, query].tolist() == [True] * start + seen + padding
 
 
+@settings(deadline=None)
 @given(STARTS, st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32))
 def test_within_window(base: list[int], count: int, window: int, seed: int) -> None:
     used = max(base) + count
