@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from specdec import Params
+import specdec
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.vocab import DraftVocabulary
 from specdec.state import GenerationState
@@ -25,7 +25,7 @@ class BigramDrafter(ChainDrafter):
     summary = "what followed the last token so far in this text"
     source = "a template for plugins"
 
-    class Params(Params):
+    class Params(specdec.Params):
         smoothing: float = Field(
             0.001, gt=0, description="count given to every token that has not followed yet"
         )

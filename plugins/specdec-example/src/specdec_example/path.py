@@ -7,7 +7,8 @@ import math
 from pydantic import Field
 from torch import Tensor
 
-from specdec import DraftStep, LengthPolicy, Params
+import specdec
+from specdec import DraftStep, LengthPolicy
 
 
 class PathPolicy(LengthPolicy):
@@ -20,7 +21,7 @@ class PathPolicy(LengthPolicy):
     summary = "stop when the whole draft has become improbable"
     source = "a template for plugins"
 
-    class Params(Params):
+    class Params(specdec.Params):
         threshold: float = Field(0.3, gt=0, le=1, description="stop below this probability")
         max_length: int = Field(20, ge=1, description="never more than this many drafted tokens")
 

@@ -83,7 +83,7 @@ def convert(gguf: Path, folder: Path) -> None:
         gguf_file=gguf.name,
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,
-    ).to(torch.bfloat16)
+    ).to(torch.bfloat16)  # type: ignore[arg-type]
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # transformers does not know the file's `tokenizer.ggml.pre = smollm`: each digit stands alone,
     # and only then is text split as GPT-2 does it. Without this "\n\n1" becomes \n \n 1 instead of
