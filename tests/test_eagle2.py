@@ -713,22 +713,6 @@ def smollm2(smollm2_path: Path) -> Target:
     return Target(model, AutoTokenizer.from_pretrained(smollm2_path))
 
 
-@pytest.fixture(scope="module")
-def smollm2_head(smollm2: Target) -> EagleHead:
-    """A head that guesses the next feature to be the last one: untrained, but not always wrong."""
-    config = smollm2.config
-    head = new_head(
-        hidden_size=config.hidden_size, intermediate_size=64, vocab_size=config.vocab_size,
-        num_attention_heads=config.num_attention_heads, bias=False,
-    )  # fmt: skip
-    with torch.no_grad():
-        head.fc.weight.zero_()
-        head.fc.weight[:, config.hidden_size :] = torch.eye(config.hidden_size)
-        for part in (head.layers[0].out, head.layers[0].down):
-            part.weight *= 0.02
-    return head
-
-
 QUESTIONS = [
     "Count: one, two, three, four,",
     "The capital of France is",
@@ -748,12 +732,9 @@ def smollm2_texts(smollm2: Target) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.slow
 @policies
 def test_greedy_on_smollm2(
-    smollm2: Target,
-    smollm2_head: EagleHead,
-    smollm2_texts: list[tuple[list[int], list[int]]],
-    policy: LengthPolicy,
+    smollm2: Target, smollm2_texts: list[tuple[list[int], list[int]]], policy: LengthPolicy
 ) -> None:
-    drafter = Eagle2Drafter(checkpoint=smollm2_head, top_k=8, depth=3, total_tokens=16)
+    drafter = Eagle2Drafter(checkpoint="smollm2-135m-eagle2", top_k=8, depth=3, total_tokens=16)
     decoder = SpeculativeDecoder(smollm2, drafter, policy)
     ids, expected = (list(part) for part in zip(*smollm2_texts, strict=True))
     together = decoder.generate(ids, max_new_tokens=20, eos_token_id=[])
