@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from specdec.bench.questions import Question, column_order
@@ -43,7 +44,7 @@ class Score:
         alpha_by_position: share of the rounds that drafted so far in which that position was
             accepted; the conditional one counts only rounds in which everything before it was.
         c, check: time of a drafting step, and of the pass that checks a draft, over that of a target
-            pass over one token.
+            pass over one token; medians of each.
         predicted_speedup: what τ and c give, τ / (γ c + 1) (Leviathan et al. 2023, theorem 3.8, with
             the measured τ in the place of the one that equal and independent α would give).
         measured_speedup: what the same rounds took, next to plain passes, the prompt's aside.
@@ -65,11 +66,9 @@ class Score:
     def of(cls, answers: Sequence[Answer]) -> Score:
         """Over all rounds of the answers together."""
         rounds = [record for answer in answers for record in answer.rounds]
-        plain = [seconds for answer in answers for seconds in answer.plain]
         tokens = sum(sum(record.committed) for record in rounds)
-        seconds = sum(record.seconds for record in rounds)
-        statistics = Statistics.from_rounds(rounds, tokens, wall_s=seconds)
-        costs = Diagnosis.of(statistics, sum(plain) / max(1, len(plain)))
+        statistics = Statistics.from_rounds(rounds, tokens)
+        costs = _costs(statistics, rounds, [each for answer in answers for each in answer.plain])
         return cls(
             answers=len(answers),
             tokens=tokens,
@@ -144,6 +143,23 @@ def take(questions: Iterable[Question], limit: int | None) -> list[Question]:
         if limit is None or counts[question.column] <= limit:
             taken.append(question)
     return taken
+
+
+def _costs(
+    statistics: Statistics, rounds: Sequence[RoundRecord], plain: Sequence[float]
+) -> Diagnosis:
+    """What a round takes, from medians: other work on the machine slows some rounds down a lot."""
+    steps = [record.draft_seconds / max(1, record.draft_length[0]) for record in rounds]
+    others = [each.seconds - each.draft_seconds - each.verify_seconds for each in rounds]
+    return Diagnosis(
+        alpha=statistics.alpha,
+        tau=statistics.tau,
+        length=statistics.mean_draft_length,
+        draft=median(steps) * statistics.mean_draft_length,
+        verify=median(record.verify_seconds for record in rounds),
+        other=median(others),
+        plain=median(plain),
+    )
 
 
 def _converse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -62,6 +63,18 @@ def test_trees_on_every_architecture(name):
     output = decoder.generate(left_padded(prompts), max_new_tokens=NEW)
     assert output.token_ids == right
     assert 1.3 < output.statistics.tau < 3, "the test needs accepted and rejected drafts"
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3"])
+def test_trees_that_are_deeper_than_the_window(name):
+    config = copy.deepcopy(architecture(name).config)
+    config.sliding_window = 2
+    target, prompts = build(config, seed=3, sharpness=5.0), ragged(3)
+    right = wanted(target, prompts)
+    texts = [prompt + new for prompt, new in zip(prompts, right, strict=True)]
+    output = SpeculativeDecoder(target, random_trees(texts)).generate(prompts, max_new_tokens=NEW)
+    assert output.token_ids == right
+    assert max(max(each.accepted) for each in output.rounds) >= 3
 
 
 # --- every drafter with every policy --------------------------------------------------------------
