@@ -83,7 +83,7 @@ class Generation:
         self.scores: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.texts]
         self.records: list[RoundRecord] = []
         self.prefill_seconds = 0.0
-        self.lent = False
+        self.lent = self.warned = False
         rounds = request.auto_off
         self.auto_off = None if rounds is None else AutoOff(rounds, len(self.texts))
         self.state = self._new_state()
@@ -329,15 +329,13 @@ class Generation:
 
     def _set_limits(self) -> None:
         """How long a path of each row can be: budget and contexts leave no room for more."""
-        context = self.target.max_positions
         drafter_context = None if self.drafter is None else self.drafter.max_positions
         for place, (row, length) in enumerate(
             zip(self.state.rows, self.state.lengths, strict=True)
         ):
             written = len(self.texts[row]) - self.prompt_lengths[row]
+            # The target's context is in the budget already (`_check_budget`).
             limit = self.stop.max_new_tokens[row] - written - 1
-            if context is not None:
-                limit = min(limit, context - length)
             if drafter_context is not None and limit > drafter_context - length:
                 limit = max(0, drafter_context - length)
                 if limit == 0:
@@ -347,8 +345,8 @@ class Generation:
             self.state.limits[place] = limit
 
     def _warn_short_context(self, positions: int) -> None:
-        if not getattr(self, "_warned_context", False):
-            self._warned_context = True
+        if not self.warned:
+            self.warned = True
             warnings.warn(
                 f"The drafter's context ends at {positions} tokens: behind it the target decodes "
                 "without a draft.",

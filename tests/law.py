@@ -15,6 +15,7 @@ a broken rule is shown in `test_sampling_law.py`, which breaks the rules on purp
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,10 @@ from transformers import (
 )
 
 from specdec import SpeculativeDecoder
+
+# Thousands of rows are many lists: without this each collection of garbage looks at all that
+# transformers has imported, too.
+gc.freeze()
 
 LENGTH = 4
 """New tokens whose law is enumerated."""

@@ -491,13 +491,25 @@ class TestTree:
         assert all(tree.is_chain for tree in drafter.trees)
         assert max(tree.size for tree in drafter.trees) == 6
 
-    def test_overflowing_logits_are_not_drafted(self, target: PreTrainedModel) -> None:
-        broken = copy.deepcopy(target)
-        decoder = SpeculativeDecoder(broken, trained(), FixedPolicy(length=5))
-        decoder.drafter.output = lambda hidden: broken.lm_head(hidden) + torch.inf
-        output = decoder.generate([prompts()[1]], max_new_tokens=10, eos_token_id=[])
-        assert output.token_ids[0] == tiny.plain(target, prompts()[1], 10)
-        assert output.statistics.drafted == 0
+    @pytest.mark.parametrize("everywhere", [True, False])
+    def test_overflowing_logits_are_not_drafted(
+        self, target: PreTrainedModel, everywhere: bool
+    ) -> None:
+        """As a float16 head's may; other branches take the places."""
+        drafter = recorded(total_tokens=12)
+        decoder = SpeculativeDecoder(target, drafter, FixedPolicy(length=5))
+
+        def output(hidden: Tensor) -> Tensor:
+            overflows = everywhere | (hidden[..., :1] > 0)
+            return target.lm_head(hidden).masked_fill(overflows, torch.inf)
+
+        decoder.drafter.output = output
+        text = decoder.generate([prompts()[1]], max_new_tokens=30, eos_token_id=[])
+        assert text.token_ids[0] == tiny.plain(target, prompts()[1], 30)
+        assert (text.statistics.drafted == 0) is everywhere
+        for tree, pool in zip(drafter.trees, drafter.pools, strict=True):
+            there = sum(int((scores > -torch.inf).sum()) for _, scores, _ in pool.levels)
+            assert int(tree.valid.sum()) == min(11, there)
 
     def test_drafting_reads_nothing_back(
         self, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch

@@ -126,6 +126,17 @@ def test_the_models_own_end_of_text(monkeypatch):
     assert decoder().generate(PROMPT, max_new_tokens=20).token_ids == [NEW[:20]], "as transformers"
 
 
+@pytest.mark.parametrize("drafter", ["twin", "ngram", "eagle2"])
+def test_where_a_text_may_end_at_the_earliest(drafter):
+    """On both sides of the place where the text would end by itself, inside a draft and at its root."""
+    for place in (3, 7, 9):
+        eos = NEW[place]
+        for least in range(NEW.index(eos) - 1, NEW.index(eos) + 4):
+            asked = {"eos_token_id": eos, "min_new_tokens": max(least, 0)}
+            output = decoder(drafter).generate(PROMPT, max_new_tokens=14, **asked)
+            assert output.token_ids == [plain(TARGET, PROMPT, 14, **asked)]
+
+
 # --- lengths --------------------------------------------------------------------------------------
 
 
