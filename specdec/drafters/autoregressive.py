@@ -14,12 +14,11 @@ from specdec.draft import RoundOutcome
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.vocab import DraftVocabulary, load_draft_vocab
 from specdec.errors import SpecdecError
-from specdec.host import send
 from specdec.model import CachedModel
 from specdec.params import Params as ParamsBase
 from specdec.plugins import resolve_model
 from specdec.state import GenerationState
-from specdec.target import Target, TargetPass, load_pretrained, pieces
+from specdec.target import Target, TargetPass, load_pretrained
 
 
 class AutoregressiveDrafter(ChainDrafter):
@@ -76,24 +75,10 @@ class AutoregressiveDrafter(ChainDrafter):
 
     def first(self, state: GenerationState) -> Tensor:
         self.fed = 0
-        device, begun = self.model.device, list(self.cache.lengths)
-        ids = state.ids.to(device)
-        ends = [
-            length if limit > 0 else start
-            for start, length, limit in zip(begun, state.lengths, state.limits, strict=True)
-        ]
-        behind_root: Tensor | None = None
-        for starts, counts in pieces(begun, ends):
-            index = send(starts, device)[:, None] + torch.arange(max(counts), device=device)
-            tokens = ids.gather(1, index.clamp_max(ids.shape[1] - 1))
-            count = send(counts, device)
-            logits = self._logits(tokens, starts, count.clamp_min(1) - 1)
-            if behind_root is not None:
-                logits = torch.where(count[:, None] > 0, logits, behind_root)
-            behind_root = logits
-        assert behind_root is not None, "a round has rows that draft"
-        self.cache.lengths = ends
-        return behind_root
+        logits, self.cache.lengths = self.catch_up(
+            state, list(self.cache.lengths), self.model.device, self._logits
+        )
+        return logits
 
     def following(self, tokens: Tensor, depth: int) -> Tensor:
         starts = [length + depth - 1 for length in self.cache.lengths]

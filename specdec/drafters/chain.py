@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -11,6 +12,7 @@ from specdec.draft import DraftStep, DraftTree
 from specdec.drafters.base import Drafter
 from specdec.host import send
 from specdec.state import GenerationState
+from specdec.target import pieces
 
 
 class ChainDrafter(Drafter):
@@ -36,6 +38,41 @@ class ChainDrafter(Drafter):
     def following(self, tokens: Tensor, depth: int) -> Tensor:
         """`[B, V]` raw logits behind `tokens [B]`, the drafted tokens number `depth` (from 1)."""
         raise NotImplementedError
+
+    def catch_up(
+        self,
+        state: GenerationState,
+        begun: list[int],
+        device: torch.device,
+        read: Callable[[Tensor, list[int], Tensor], Tensor],
+    ) -> tuple[Tensor, list[int]]:
+        """Read in pieces what was committed since, for `first`; rows that do not draft read nothing.
+
+        Args:
+            begun: how much of each row has been read.
+            device: the drafter's.
+            read: from tokens `[B, T]` that go to positions `starts[b]`, ... and the place `last [B]`
+                of each row's last token among them, what is behind that token, `[B, ...]`.
+
+        Returns:
+            What `read` gave behind each row's root, and how much of each row has been read now.
+        """
+        ids = state.ids.to(device)
+        ends = [
+            length if limit > 0 else start
+            for start, length, limit in zip(begun, state.lengths, state.limits, strict=True)
+        ]
+        behind_root: Tensor | None = None
+        for starts, counts in pieces(begun, ends):
+            index = send(starts, device)[:, None] + torch.arange(max(counts), device=device)
+            count = send(counts, device)
+            tokens = ids.gather(1, index.clamp_max(ids.shape[1] - 1))
+            last = read(tokens, starts, count.clamp_min(1) - 1)
+            if behind_root is not None:
+                last = torch.where(count[:, None] > 0, last, behind_root)
+            behind_root = last
+        assert behind_root is not None, "a round has rows that draft"
+        return behind_root, ends
 
     def begin(self, state: GenerationState) -> None:
         self.state = state

@@ -31,7 +31,7 @@ from specdec.params import Params as ParamsBase
 from specdec.params import validate
 from specdec.plugins import resolve_model
 from specdec.state import GenerationState
-from specdec.target import Target, pieces
+from specdec.target import Target
 
 
 class GlideDrafter(ChainDrafter):
@@ -83,24 +83,16 @@ class GlideDrafter(ChainDrafter):
 
     def first(self, state: GenerationState) -> Tensor:
         self._look_at_target(state.cache)
-        device, begun = self.model.device, list(self.cache.lengths)
-        ids, every = state.ids.to(device), torch.arange(state.batch_size, device=device)
-        ends = [
-            length if limit > 0 else start
-            for start, length, limit in zip(begun, state.lengths, state.limits, strict=True)
-        ]
-        behind_root: Tensor | None = None
-        for starts, counts in pieces(begun, ends):
-            count = send(counts, device)
-            index = send(starts, device)[:, None] + torch.arange(max(counts), device=device)
-            hidden = self._read(ids.gather(1, index.clamp_max(ids.shape[1] - 1)), starts)
-            last = hidden[every, count.clamp_min(1) - 1]
-            if behind_root is not None:
-                last = torch.where(count[:, None] > 0, last, behind_root)
-            behind_root = last
-        assert behind_root is not None, "a round has rows that draft"
+        every = torch.arange(state.batch_size, device=self.model.device)
+        begun = list(self.cache.lengths)
+        hidden, ends = self.catch_up(
+            state,
+            begun,
+            self.model.device,
+            lambda tokens, starts, last: self._read(tokens, starts)[every, last],
+        )
         self.cache.lengths = [max(start, end - 1) for start, end in zip(begun, ends, strict=True)]
-        return self.logits(behind_root)
+        return self.logits(hidden)
 
     def following(self, tokens: Tensor, depth: int) -> Tensor:
         starts = [length + depth for length in self.cache.lengths]
