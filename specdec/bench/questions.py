@@ -14,7 +14,7 @@ from pydantic import Field
 
 from specdec.errors import SpecdecError
 from specdec.params import Params
-from specdec.training.files import read_jsonl
+from specdec.training.files import PROMPT_KEYS, data_set, read_jsonl, user_turns
 
 BUILT_IN = Path(__file__).with_name("questions.jsonl")
 SPEC_BENCH = "spec-bench"
@@ -25,7 +25,6 @@ MT_BENCH_CATEGORIES = {
 }  # fmt: skip
 COLUMNS = (MT_BENCH, "translation", "summarization", "qa", "math_reasoning", "rag")
 """The columns of the papers' tables, in their order."""
-PROMPT_KEYS = ("prompt", "question", "instruction")
 
 
 class QuestionSettings(Params):
@@ -107,7 +106,7 @@ def column_order(columns: Iterable[str]) -> list[str]:
 def _read(source: str, folder: Path) -> Iterator[Question]:
     seen: set[str] = set()
     for number, row in enumerate(_rows(source, folder), 1):
-        turns = _user_turns(row)
+        turns = user_turns(row)
         if not turns:
             raise SpecdecError(
                 f"questions.source: {source}, row {number}: no question found (keys: "
@@ -130,10 +129,10 @@ def _rows(source: str, folder: Path) -> Iterable[dict[str, Any]]:
         if place.is_file():
             return read_jsonl(place)
         if place.is_dir():
-            return _data_set(str(place))
+            return data_set(str(place), "test", "questions.source")
     if path.suffix in (".jsonl", ".json") or source.startswith((".", "/", "~")):
         raise SpecdecError(f"questions.source: there is no file {path}.")
-    return _data_set(source)
+    return data_set(source, "test", "questions.source")
 
 
 def _find_spec_bench(folder: Path) -> Path:
@@ -150,29 +149,3 @@ def _find_spec_bench(folder: Path) -> Path:
         "questions.source=FILE; --set questions.source=builtin asks the few questions that come "
         "with specdec."
     )
-
-
-def _user_turns(row: dict[str, Any]) -> tuple[str, ...]:
-    if row.get("turns"):
-        return tuple(map(str, row["turns"]))
-    if row.get("messages"):
-        return tuple(str(m["content"]) for m in row["messages"] if m.get("role") == "user")
-    return tuple(str(row[key]) for key in PROMPT_KEYS if row.get(key))[:1]
-
-
-def _data_set(source: str) -> Iterable[dict[str, Any]]:
-    name, _, split = source.partition(":")
-    try:
-        import datasets
-    except ImportError:
-        raise SpecdecError(
-            f"questions.source: {source} is no file, and to read it as the name of a data set "
-            "needs the package datasets (pip install datasets)."
-        ) from None
-    try:
-        return datasets.load_dataset(name, split=split or "test")
-    except Exception as error:
-        raise SpecdecError(
-            f"questions.source: {source} is neither a file nor a data set that can be loaded: "
-            f"{error}."
-        ) from error

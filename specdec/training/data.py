@@ -32,6 +32,7 @@ from specdec.errors import SpecdecError
 from specdec.params import Params
 from specdec.target import Target
 from specdec.training.files import (
+    differences,
     read_json,
     read_jsonl,
     read_stats,
@@ -176,10 +177,8 @@ class DataSynthesis:
                 raise SpecdecError(f"{self.out} holds shards but no data.json: use another folder")
             write_atomically(path, json.dumps(record, indent=1))
             return
-        found = read_json(path)
-        other = [key for key in record if found.get(key) != record[key]]
-        if other:
-            named = ", ".join(f"{k}: {found.get(k)!r} there, {record[k]!r} now" for k in other)
+        named = differences(read_json(path), record)
+        if named:
             raise SpecdecError(
                 f"{self.out} was made with other settings ({named}): use those, or another folder"
             )

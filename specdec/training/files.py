@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
+
+PROMPT_KEYS = ("prompt", "question", "instruction")
+"""Keys of a row that hold one message of a user."""
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -29,6 +32,48 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
     except OSError as error:
         raise SpecdecError(f"cannot read {path}: {error.strerror}") from error
+
+
+def user_turns(row: dict[str, Any]) -> tuple[str, ...]:
+    """A user's messages in a row of questions, whichever of the usual keys has them; () if none.
+
+    `turns` is a list of them, `messages` a chat of which the user's are taken, and each of
+    `PROMPT_KEYS` is one message.
+    """
+    if row.get("turns"):
+        return tuple(map(str, row["turns"]))
+    if row.get("messages"):
+        return tuple(str(m["content"]) for m in row["messages"] if m.get("role") == "user")
+    return tuple(str(row[key]) for key in PROMPT_KEYS if row.get(key))[:1]
+
+
+def data_set(source: str, split: str, where: str) -> Iterable[dict[str, Any]]:
+    """The rows of a data set by its name, `NAME` or `NAME:SPLIT`.
+
+    Args:
+        split: which one, where the name does not say.
+        where: what named it, for error messages.
+    """
+    name, _, chosen = source.partition(":")
+    try:
+        import datasets
+    except ImportError:
+        raise SpecdecError(
+            f"{where}: {source} is no file, and to read it as the name of a data set needs the "
+            "package datasets (pip install datasets)."
+        ) from None
+    try:
+        return datasets.load_dataset(name, split=chosen or split)
+    except Exception as error:
+        raise SpecdecError(
+            f"{where}: {source} is neither a file nor a data set that can be loaded: {error}."
+        ) from error
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """What a record that was found has otherwise than the one that is wanted; empty if nothing."""
+    other = [key for key in wanted if found.get(key) != wanted[key]]
+    return ", ".join(f"{key}: {found.get(key)!r} there, {wanted[key]!r} now" for key in other)
 
 
 def shards(folder: Path) -> list[Path]:

@@ -31,7 +31,7 @@ from specdec.target import Target
 from specdec.training.autoregressive import AutoregressiveRecipe
 from specdec.training.eagle2 import Eagle2Recipe
 from specdec.training.features import FeatureStore
-from specdec.training.files import read_json, read_jsonl, write_atomically
+from specdec.training.files import differences, read_json, read_jsonl, write_atomically
 from specdec.training.glide import GlideRecipe
 from specdec.training.losses import OutputRows
 from specdec.training.recipe import Batch, Outcome, Recipe, block_efficiency
@@ -462,10 +462,8 @@ class RunFolder:
         """Refuse a folder that holds another configuration's run."""
         path = self.folder / "config.json"
         if path.exists():
-            found = read_json(path)
-            other = [key for key in record if found.get(key) != record[key]]
-            if other:
-                named = ", ".join(f"{k}: {found.get(k)} there, {record[k]} now" for k in other)
+            named = differences(read_json(path), record)
+            if named:
                 raise SpecdecError(
                     f"{self.folder} holds a run with another configuration ({named}): continue with "
                     "that one, or name another folder"
