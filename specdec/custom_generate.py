@@ -30,7 +30,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from specdec.errors import SpecdecError
 from specdec.generation import StopRules
 from specdec.loop import Request
-from specdec.plugins import round_observers
 from specdec.prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -89,7 +88,6 @@ def read_request(
         stop=StopRules([most] * len(prompts), eos, others),
         min_new_tokens=[least] * len(prompts),
         keep_scores=bool(config.output_scores or config.output_logits),
-        observers=round_observers(),
     )
 
 

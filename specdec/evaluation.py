@@ -13,11 +13,11 @@ from typing import Any
 
 from specdec.bench.questions import Question, column_order
 from specdec.bench.summary import is_looping
-from specdec.cli._common import encode
 from specdec.decoder import SpeculativeDecoder
 from specdec.diagnosis import Diagnosis
 from specdec.errors import SpecdecError
 from specdec.metrics import RoundRecord, Statistics
+from specdec.text import encode
 
 PLAIN_TOKENS = 17
 """Written plainly behind each question, to time the target's pass over one token."""

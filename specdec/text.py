@@ -1,8 +1,10 @@
-"""Tokens to text, piece by piece."""
+"""Between text and tokens: a conversation to token ids, and tokens to text, piece by piece."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from specdec.errors import SpecdecError
 
 INCOMPLETE = "\ufffd"
 
@@ -49,3 +51,25 @@ class TextPieces:
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
+
+
+def encode(tokenizer: Any, messages: list[dict[str, str]], chat: bool | None) -> list[int]:
+    """Token ids of a conversation.
+
+    Args:
+        messages: `[{"role": "user", "content": ...}, ...]`.
+        chat: whether to write them with the chat template; None does where there is one. Without it
+            the messages' texts are simply put one after the other.
+
+    Raises:
+        SpecdecError: no tokenizer, or no chat template where one is asked for.
+    """
+    if tokenizer is None:
+        raise SpecdecError("target.model: it has no tokenizer, and a prompt in text needs one.")
+    if chat is None:
+        chat = bool(tokenizer.chat_template)
+    if not chat:
+        return tokenizer("".join(message["content"] for message in messages))["input_ids"]
+    if not tokenizer.chat_template:
+        raise SpecdecError("--chat: the target's tokenizer has no chat template; use --no-chat.")
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]

@@ -23,7 +23,6 @@ from specdec.bench.peers import PEERS
 from specdec.bench.questions import Question
 from specdec.bench.store import RunFolder, folder_fingerprint
 from specdec.bench.summary import find_differences, is_looping, summarise
-from specdec.cli._common import encode
 from specdec.config import TargetConfig, read
 from specdec.decoder import SpeculativeDecoder
 from specdec.drafters.autoregressive import AutoregressiveDrafter
@@ -31,6 +30,7 @@ from specdec.drafters.base import Drafter
 from specdec.errors import SpecdecError
 from specdec.plugins import make_drafter, make_policy, resolve_model
 from specdec.target import Target, load_pretrained
+from specdec.text import encode
 
 WARM_UP_TOKENS = 8
 LONGEST_WAIT = timedelta(days=30)

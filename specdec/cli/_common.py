@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
     from specdec.metrics import Statistics
 
+
+News = TypeVar("News")
 
 ConfigFile = Annotated[
     Path | None,
@@ -48,6 +52,29 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
+def spaced_out(
+    seconds: float,
+    show: Callable[[News], None],
+    always: Callable[[News], bool] = lambda news: False,
+    at_once: bool = True,
+) -> Callable[[News], None]:
+    """`show`, but not more often than every so many seconds: progress where there is no terminal.
+
+    Args:
+        always: news that are shown whenever they come.
+        at_once: whether the first news are shown, or only those after the first interval.
+    """
+    last = -seconds if at_once else time.monotonic()
+
+    def report(news: News) -> None:
+        nonlocal last
+        if always(news) or time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            show(news)
+
+    return report
+
+
 def read_text(path: str) -> str:
     """A prompt from a file, or from standard input for `-`.
 
@@ -62,28 +89,6 @@ def read_text(path: str) -> str:
         where = "standard input" if path == "-" else path
         raise SpecdecError(f"the prompt is empty: there is no text in {where}.")
     return text.removesuffix("\n")
-
-
-def encode(tokenizer: Any, messages: list[dict[str, str]], chat: bool | None) -> list[int]:
-    """Token ids of a conversation.
-
-    Args:
-        messages: `[{"role": "user", "content": ...}, ...]`.
-        chat: whether to write them with the chat template; None does where there is one. Without it
-            the messages' texts are simply put one after the other.
-
-    Raises:
-        SpecdecError: no tokenizer, or no chat template where one is asked for.
-    """
-    if tokenizer is None:
-        raise SpecdecError("target.model: it has no tokenizer, and a prompt in text needs one.")
-    if chat is None:
-        chat = bool(tokenizer.chat_template)
-    if not chat:
-        return tokenizer("".join(message["content"] for message in messages))["input_ids"]
-    if not tokenizer.chat_template:
-        raise SpecdecError("--chat: the target's tokenizer has no chat template; use --no-chat.")
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
 def one_line(statistics: Statistics) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specdec.cli._common import Settings, messages, quiet_transformers
+from specdec.cli._common import Settings, messages, quiet_transformers, spaced_out
 
 if TYPE_CHECKING:
     from specdec.bench.runner import Progress
@@ -59,7 +59,7 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
 
     console = messages()
     if not console.is_terminal:
-        yield _every_minute()
+        yield spaced_out(60, _print_line)
         return
     counts = TextColumn("{task.completed} of {task.total}")
     columns = (counts, BarColumn(), TextColumn("{task.description}"))
@@ -72,18 +72,8 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def _every_minute() -> Callable[[Progress], None]:
-    import time
-
-    last = -60.0
-
-    def show(now: Progress) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 60:
-            last = time.monotonic()
-            typer.echo(f"{now.done} of {now.total} answers, {_line(now)}", err=True)
-
-    return show
+def _print_line(now: Progress) -> None:
+    typer.echo(f"{now.done} of {now.total} answers, {_line(now)}", err=True)
 
 
 def _line(now: Progress) -> str:

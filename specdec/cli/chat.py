@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specdec.cli._common import ConfigFile, Settings, encode, messages, one_line, quiet_transformers
+from specdec.cli._common import ConfigFile, Settings, messages, one_line, quiet_transformers
 from specdec.errors import SpecdecError
+from specdec.text import encode
 
 if TYPE_CHECKING:
     from specdec.decoder import GenerationOutput, SpeculativeDecoder

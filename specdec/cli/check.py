@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specdec.cli._common import ConfigFile, Settings, encode, messages, quiet_transformers
+from specdec.cli._common import ConfigFile, Settings, messages, quiet_transformers
+from specdec.text import encode
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specdec.cli._common import messages, quiet_transformers, spaced_out
+
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
@@ -47,6 +49,7 @@ def data(
     from specdec.training.data import DataConfig, DataSynthesis
     from specdec.training.settings import load_target, read_settings
 
+    quiet_transformers()
     chosen = read_settings(DataConfig, config, settings or [])
     target = load_target(chosen.target)
     with _progress(chosen.answer_tokens) as report:
@@ -59,12 +62,11 @@ def data(
 @contextmanager
 def _progress(goal: int) -> Iterator[Callable[[DataProgress], None]]:
     """A bar in a terminal; elsewhere a line every minute."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    console = Console(stderr=True)
+    console = messages()
     if not console.is_terminal:
-        yield _every_minute()
+        yield spaced_out(60, lambda now: typer.echo(_line(now), err=True))
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[line]}"))
     with Progress(*columns, console=console) as bar:
@@ -74,20 +76,6 @@ def _progress(goal: int) -> Iterator[Callable[[DataProgress], None]]:
             bar.update(task, completed=min(now.answer_tokens, goal), line=_line(now))
 
         yield show
-
-
-def _every_minute() -> Callable[[DataProgress], None]:
-    import time
-
-    last = -60.0
-
-    def show(now: DataProgress) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 60:
-            last = time.monotonic()
-            typer.echo(_line(now), err=True)
-
-    return show
 
 
 def _line(now: DataProgress) -> str:

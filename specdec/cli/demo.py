@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specdec.cli._common import ConfigFile, Settings, encode, quiet_transformers
+from specdec.cli._common import ConfigFile, Settings, quiet_transformers
+from specdec.text import encode
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

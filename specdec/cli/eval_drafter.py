@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specdec.cli._common import ConfigFile, Settings, messages, quiet_transformers
+from specdec.cli._common import ConfigFile, Settings, messages, quiet_transformers, spaced_out
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,11 +71,9 @@ def _shortened(settings: GenerationSettings) -> GenerationSettings:
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
     """A bar in a terminal; elsewhere a line every minute."""
-    import time
-
     from rich.progress import Progress
 
-    console, last = messages(), time.monotonic()
+    console = messages()
     if console.is_terminal:
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("answering", total=total)
@@ -83,12 +81,9 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
         return
 
     def show(done: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 60:
-            last = time.monotonic()
-            typer.echo(f"{done} of {total} questions", err=True)
+        typer.echo(f"{done} of {total} questions", err=True)
 
-    yield show
+    yield spaced_out(60, show, at_once=False)
 
 
 def _print(found: Evaluation, title: str) -> None:

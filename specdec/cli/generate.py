@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specdec.cli._common import Settings, encode, messages, one_line, quiet_transformers, read_text
+from specdec.cli._common import Settings, messages, one_line, quiet_transformers, read_text
 from specdec.errors import SpecdecError
+from specdec.text import encode
 
 if TYPE_CHECKING:
     from specdec.decoder import GenerationOutput, SpeculativeDecoder

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from specdec.cli._common import messages, quiet_transformers, spaced_out
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -34,7 +35,6 @@ def train(
 
     Run it again to go on after a kill. Several processes: accelerate launch -m specdec train CONFIG
     """
-    from specdec.cli._common import quiet_transformers
     from specdec.errors import SpecdecError
     from specdec.training.curves import draw_curves
     from specdec.training.settings import load_target, read_settings
@@ -63,8 +63,6 @@ def _live() -> Iterator[Callable[[TrainProgress], None]]:
     """A live table in a terminal; elsewhere a line every half a minute. Only from one process."""
     import os
 
-    from specdec.cli._common import messages
-
     console = messages()
     if int(os.environ.get("RANK", "0")) > 0:
         yield lambda now: None
@@ -72,7 +70,7 @@ def _live() -> Iterator[Callable[[TrainProgress], None]]:
         with _table(console) as show:
             yield show
     else:
-        yield _lines()
+        yield spaced_out(30, _print_line, always=lambda now: bool(now.held_out))
 
 
 @contextmanager
@@ -122,26 +120,17 @@ def _title(now: TrainProgress, values: dict[str, Any]) -> str:
     )
 
 
-def _lines() -> Callable[[TrainProgress], None]:
-    last = -30.0
-
-    def show(now: TrainProgress) -> None:
-        nonlocal last
-        if not now.held_out and time.monotonic() - last < 30:
-            return
-        last = time.monotonic()
-        values = now.values or now.held_out
-        line = _title(now, now.values)
-        if values:
-            tau = f", τ {values['tau']:.2f}" if "tau" in values else ""
-            kind = "held out: " if values.get("held_out") else ""
-            line += (
-                f"; {kind}loss {values['loss']:.3f}, agreement {_percent(values['agreement'])}, "
-                f"acceptance {_percent(values['acceptance'])}{tau}"
-            )
-        typer.echo(line, err=True)
-
-    return show
+def _print_line(now: TrainProgress) -> None:
+    values = now.values or now.held_out
+    line = _title(now, now.values)
+    if values:
+        tau = f", τ {values['tau']:.2f}" if "tau" in values else ""
+        kind = "held out: " if values.get("held_out") else ""
+        line += (
+            f"; {kind}loss {values['loss']:.3f}, agreement {_percent(values['agreement'])}, "
+            f"acceptance {_percent(values['acceptance'])}{tau}"
+        )
+    typer.echo(line, err=True)
 
 
 def _percent(values: list[float]) -> str:
