@@ -189,9 +189,9 @@ def _distributions(target: Target, features: Tensor, positions: list[int]) -> tu
     output = target.model.get_output_embeddings()
     for start in range(0, len(positions), LOGITS_AT_A_TIME):
         part = positions[start : start + LOGITS_AT_A_TIME]
-        logits = output(features[part]).float()
-        norm[part] = logits.logsumexp(-1).cpu()
-        best[part] = logits.argmax(-1).cpu()
+        logits = output(features[part])
+        best[part] = logits.max(-1).indices.cpu()
+        norm[part] = logits.float().logsumexp(-1).cpu()
     return norm, best
 
 

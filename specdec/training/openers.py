@@ -165,7 +165,7 @@ OPENERS = (
     ),
     Opener(
         "translation",
-        4,
+        8,
         80,
         (
             "Translate this German sentence into English: Die",
@@ -180,6 +180,16 @@ OPENERS = (
             "How do you say this in English: Er",
             "Translate from French to English: Le",
             "Translate this Spanish sentence to English: El",
+            "Translate this from German to English:",
+            "Give the English translation of this German sentence:",
+            "Translate German into English: Mit",
+            "From German to English: Auch",
+            "In English, please: Sie",
+            "Translate the German news headline to English:",
+            "Translate into English: Im",
+            "Please translate from German to English: Bei",
+            "Translate this sentence to English: Nicht",
+            "What is this in English? Zu",
         ),
     ),
     Opener(

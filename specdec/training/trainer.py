@@ -34,6 +34,7 @@ from specdec.training.features import FeatureStore
 from specdec.training.files import differences, read_json, read_jsonl, write_atomically
 from specdec.training.glide import GlideRecipe
 from specdec.training.losses import OutputRows
+from specdec.training.optimizer import Kind, make_optimizer
 from specdec.training.recipe import Batch, Outcome, Recipe, block_efficiency
 from specdec.training.sequences import Text, batches, frequent_tokens, load_texts, split
 
@@ -73,9 +74,12 @@ class TrainConfig(Params):
     )
     batch_tokens: int = Field(4096, ge=1, description="tokens of a batch at most, with padding")
     accumulation: int = Field(1, ge=1, description="batches whose gradients make one step")
-    learning_rate: float = Field(5e-4, gt=0, description="highest learning rate")
+    optimizer: Kind = Field(
+        "muon", description="muon (for matrices, with adamw for the rest), or adamw for all"
+    )
+    learning_rate: float = Field(4e-3, gt=0, description="highest learning rate")
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the run in which it rises")
-    weight_decay: float = Field(0.01, ge=0, description="of AdamW")
+    weight_decay: float = Field(0.01, ge=0, description="of the optimizer")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     precision: Literal["no", "bf16", "fp16"] = Field("bf16", description="mixed precision")
     seed: int = Field(0, ge=0, description="of weights, order and noise")
@@ -161,10 +165,9 @@ class Trainer:
         recipe.requires_grad_(True)
         self.states = self._compute_states(recipe.layers)
         self.recipe = recipe
-        optimizer = torch.optim.AdamW(
-            recipe.parameters(), config.learning_rate, betas=(0.9, 0.95),
-            weight_decay=config.weight_decay,
-        )  # fmt: skip
+        optimizer = make_optimizer(
+            recipe.parameters(), config.optimizer, config.learning_rate, config.weight_decay
+        )
         self.module, self.optimizer = self.accelerator.prepare(recipe, optimizer)
         self.clock = Clock(config.max_minutes, self.accelerator)
 
