@@ -53,6 +53,7 @@ bench: $(VENV)/.installed-dev  ## the quick benchmark: drafters and policies aga
 .PHONY: train-smollm2
 train-smollm2: $(VENV)/.installed-dev  ## make the drafters of the SmolLM2 pack again (hours)
 	$(BIN)/specdec data $(RECIPES)/data.yaml
+	$(BIN)/specdec data $(RECIPES)/data.yaml --set seed=1 --set out=data/smollm2-1
 	$(BIN)/specdec train $(RECIPES)/ar.yaml
 	$(BIN)/specdec train $(RECIPES)/eagle2.yaml
 	$(BIN)/specdec train $(RECIPES)/glide.yaml

@@ -77,7 +77,7 @@ class TrainConfig(Params):
     optimizer: Kind = Field(
         "muon", description="muon (for matrices, with adamw for the rest), or adamw for all"
     )
-    learning_rate: float = Field(4e-3, gt=0, description="highest learning rate")
+    learning_rate: float = Field(1.5e-3, gt=0, description="highest learning rate")
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the run in which it rises")
     weight_decay: float = Field(0.01, ge=0, description="of the optimizer")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
