@@ -163,11 +163,11 @@ class Trainer:
             config.seed,
         )
         recipe.requires_grad_(True)
-        self.states = self._compute_states(recipe.layers)
-        self.recipe = recipe
         optimizer = make_optimizer(
             recipe.parameters(), config.optimizer, config.learning_rate, config.weight_decay
         )
+        self.states = self._compute_states(recipe.layers)
+        self.recipe = recipe
         self.module, self.optimizer = self.accelerator.prepare(recipe, optimizer)
         self.clock = Clock(config.max_minutes, self.accelerator)
 
