@@ -13,6 +13,7 @@ DRAFTERS = {
     "eagle2": "specdec.drafters.eagle2:Eagle2Drafter",
     "glide": "specdec.drafters.glide:GlideDrafter",
     "cape": "specdec.drafters.cape:CapeDrafter",
+    "lookup": "specdec.drafters.lookup:LookupDrafter",
 }
 POLICIES = {
     "fixed": "specdec.policies.fixed:FixedPolicy",

@@ -15,6 +15,7 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.cape import CapeDrafter
 from specdec.drafters.eagle2 import Eagle2Drafter, EagleConfig, EagleHead
 from specdec.drafters.glide import GlideConfig, GlideDrafter, GlideModel
+from specdec.drafters.lookup import LookupDrafter
 from specdec.drafters.ngram import NgramDrafter
 from specdec.params import Params as ParamsBase
 from specdec.policies import (
@@ -67,6 +68,7 @@ DRAFTERS: dict[str, Callable[[PreTrainedModel], Drafter]] = {
     "glide": glide,
     "cape": lambda target: CapeDrafter(base=autoregressive(target)),
     "cape_glide": lambda target: CapeDrafter(base=glide(target), candidates=[24, 16, 16, 16]),
+    "lookup": lambda target: LookupDrafter(base=eagle2(target), min_ngram=1),
 }
 """Name: a drafter for a target with 64 tokens. `twin` and `stranger` are the two ends of acceptance."""
 

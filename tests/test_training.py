@@ -294,6 +294,15 @@ def test_two_processes_train_as_one_with_twice_the_batches(
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
+def test_glide_begins_as_the_first_layers_of_the_target(
+    folder: Path, data: Path, target: Target, tmp_path: Path
+) -> None:
+    every = {"name": "glide", "layers": 2}
+    trainer = Trainer(train_config(folder, data, tmp_path, "glide", drafter=every), target)
+    outcome = trainer.recipe(trainer._batch([0, 1]), None)
+    assert torch.equal(outcome.agreed, outcome.count)
+
+
 def test_command(folder: Path, data: Path, tmp_path: Path) -> None:
     config = train_config(folder, data, tmp_path / "out", "glide")
     path = tmp_path / "train.yaml"

@@ -5,25 +5,22 @@ Source: Du et al. 2024, "GliDe with a CaPE" (arXiv 2402.02082).
 
 from __future__ import annotations
 
-import copy
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
-from specdec.draft import DraftStep, DraftTree, RoundOutcome
+from specdec.draft import DraftStep, DraftTree
 from specdec.drafters.base import Drafter
+from specdec.drafters.expansion import Expansion
 from specdec.errors import SpecdecError
 from specdec.host import send
-from specdec.params import Params as ParamsBase
-from specdec.plugins import make_drafter
 from specdec.state import GenerationState
-from specdec.target import Target, TargetPass
 
 
-class CapeDrafter(Drafter):
+class CapeDrafter(Expansion):
     """Confidence-aware proposal expansion: side candidates beside each token of a drafted chain.
 
     The top probability `p` of the distribution that a token came from says how many candidates
@@ -42,8 +39,7 @@ class CapeDrafter(Drafter):
     summary = "more candidates where a drafted chain is unsure"
     source = "arXiv 2402.02082"
 
-    class Params(ParamsBase):
-        base: Any = Field(description="the drafter of the chain: a name, or `name` and parameters")
+    class Params(Expansion.Params):
         thresholds: list[float] = Field(
             [0.3, 0.6, 0.8], description="rising top probabilities that part the confidence levels"
         )
@@ -72,41 +68,23 @@ class CapeDrafter(Drafter):
                 raise PydanticCustomError("candidates", told)
             return candidates
 
-    def __init__(self, **parameters: Any) -> None:
-        super().__init__(**parameters)
-        base = make_drafter(self.params.base, "drafter.base")
+    def check_base(self, base: Drafter | None) -> Drafter:
         if base is None or not base.proposes_chain:
             name = "plain decoding" if base is None else type(base).__name__
             raise SpecdecError(
                 "drafter.base: cape widens a chain of tokens that come from distributions, and "
                 f"{name} proposes none; use autoregressive, glide, or eagle2 with chain: true."
             )
-        self.base = base
-
-    def attach(self, target: Target) -> None:
-        self.base = copy.copy(self.base)
-        self.base.attach(target)
-        self.needs_features = self.base.needs_features
-        self.max_positions = self.base.max_positions
-
-    def start(self, state: GenerationState) -> None:
-        self.base = copy.copy(self.base)
-        self.base.start(state)
-
-    def prefill(self, state: GenerationState, done: TargetPass) -> None:
-        self.base.prefill(state, done)
+        return base
 
     def begin(self, state: GenerationState) -> None:
-        self.base.begin(state)
+        super().begin(state)
         self.steps: list[DraftStep] = []
         self.distributions: list[Tensor] = []
         self._follow()
 
-    def step(self) -> DraftStep:
-        return self.steps[-1]
-
     def extend(self, go_on: list[list[bool]] | Literal[True]) -> bool:
-        extended = self.base.extend(go_on)
+        extended = super().extend(go_on)
         if extended:
             self._follow()
         return extended
@@ -118,15 +96,6 @@ class CapeDrafter(Drafter):
         width = min(max(self.params.candidates), logits.shape[-1])
         best = self.base.vocabulary.to_target(logits.topk(width, dim=-1).indices)
         return widen(chain, best, self._wanted(top_prob))
-
-    def commit(self, state: GenerationState, outcome: RoundOutcome, checked: TargetPass) -> None:
-        self.base.commit(state, outcome, checked)
-
-    def rewind(self, lengths: list[int]) -> None:
-        self.base.rewind(lengths)
-
-    def keep_rows(self, rows: list[int]) -> None:
-        self.base.keep_rows(rows)
 
     def _follow(self) -> None:
         step = self.base.step()

@@ -42,8 +42,7 @@ class NgramDrafter(Drafter):
 
     def begin(self, state: GenerationState) -> None:
         self.state = state
-        longest = min(self.params.num_tokens, max(state.limits))
-        self.tokens, counts = self._look_up(state, longest)
+        self.tokens, counts = self.look_up(self.params, state)
         self.counts: list[int] = read(counts)
         self.depth = 1
         self.alive = [count > 0 for count in self.counts]
@@ -77,20 +76,22 @@ class NgramDrafter(Drafter):
         kept = send(self.kept, found.device)[:, None]
         return DraftTree.chain(found, torch.arange(self.depth, device=found.device) < kept)
 
-    def _look_up(self, state: GenerationState, longest: int) -> tuple[Tensor, Tensor]:
-        """Proposed tokens `[B, longest]` and how many of them each row has `[B]`."""
+    @staticmethod
+    def look_up(params: NgramDrafter.Params, state: GenerationState) -> tuple[Tensor, Tensor]:
+        """Proposed tokens `[B, L]` and how many of them each row has `[B]`, on the state's device."""
+        longest = min(params.num_tokens, max(state.limits))
         ids, width = state.ids[:, : max(state.lengths)], max(state.lengths)
         lengths = state.last_positions[:, None] + 1
         positions = torch.arange(width, device=ids.device)
         # score[b, i]: how many of the tokens that end at position i equal those that end the text.
         score = torch.zeros_like(ids)
         running = torch.ones_like(ids, dtype=torch.bool)
-        for back in range(min(self.params.max_ngram, width - 1)):
+        for back in range(min(params.max_ngram, width - 1)):
             last = ids.gather(1, (lengths - 1 - back).clamp_min(0))
             here = torch.where(positions >= back, ids.roll(back, 1), -1)
             running = running & (here == last) & (lengths > back + 1)
             score = score + running
-        usable = (positions < lengths - 1) & (score >= self.params.min_ngram)
+        usable = (positions < lengths - 1) & (score >= params.min_ngram)
         best = torch.where(usable, score * width + positions, -1).max(1)
         start = best.indices[:, None] + 1
         limits = send(state.limits, ids.device).clamp_max(longest)

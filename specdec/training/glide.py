@@ -12,7 +12,7 @@ from pydantic import Field
 from specdec.drafters.glide import GlideConfig, GlideModel, block_mask, causal_mask
 from specdec.params import Params as ParamsBase
 from specdec.target import Target
-from specdec.training.layers import last_layers
+from specdec.training.layers import decoder_layers
 from specdec.training.losses import Distance, Distilled, OutputRows, distill
 from specdec.training.recipe import Batch, Outcome, Recipe
 
@@ -32,7 +32,7 @@ class GlideRecipe(Recipe):
         block_size: int = Field(5, ge=1, description="tokens of a block: longest draft trained for")
         by: Distance = Field("kl", description="distance of the distributions: kl or tv")
         start: Literal["target", "random"] = Field(
-            "target", description="begin with the target's last layers, or with random weights"
+            "target", description="begin with the target's first layers, or with random weights"
         )
 
     def __init__(self, params: Params, target: Target, output: OutputRows, seed: int) -> None:
@@ -92,24 +92,34 @@ class GlideRecipe(Recipe):
 
 @torch.no_grad()
 def _start_from_target(glide: GlideModel, target: Target) -> None:
-    """The target's last layers and final norm; the cross-attention adds nothing at first."""
+    """Take the target's first layers, which read embedded tokens as these do.
+
+    The queries onto the target's last layers are those layers' own; what they find adds nothing at
+    first. A target whose tensors have other names or shapes leaves the random weights.
+    """
+    count = len(glide.target_layers)
+    layers = decoder_layers(target)
     taken = {
-        f"model.{name}": t for name, t in last_layers(target, len(glide.target_layers)).items()
+        f"model.layers.{index}.{name}": tensor
+        for index in range(count)
+        for name, tensor in layers[index].state_dict().items()
     }
-    own = glide.state_dict()
+    for index, layer in enumerate(glide.target_layers):
+        queries = layers[layer].state_dict().get("self_attn.q_proj.weight")
+        if queries is not None:
+            taken[f"model.layers.{index}.cross_attn.q_proj.weight"] = queries
     norm = getattr(target.model.base_model, "norm", None)
     if norm is not None:
         taken["model.norm.weight"] = norm.weight
+    own = glide.state_dict()
     fitting = {
-        name: taken[name].to(tensor)
-        for name, tensor in own.items()
-        if name in taken and taken[name].shape == tensor.shape
+        name: tensor.to(own[name])
+        for name, tensor in taken.items()
+        if name in own and tensor.shape == own[name].shape
     }
-    for index in range(len(glide.target_layers)):
-        queries = taken.get(f"model.layers.{index}.self_attn.q_proj.weight")
-        outputs = taken.get(f"model.layers.{index}.self_attn.o_proj.weight")
-        for name, tensor in (("q_proj", queries), ("o_proj", outputs)):
-            key = f"model.layers.{index}.cross_attn.{name}.weight"
-            if tensor is not None and tensor.shape == own[key].shape:
-                fitting[key] = tensor.to(own[key])
-    glide.load_state_dict(own | fitting)
+    silent = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in own.items()
+        if name.endswith("cross_attn.o_proj.weight")
+    }
+    glide.load_state_dict(own | fitting | silent)

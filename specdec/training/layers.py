@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import SpecdecError
@@ -20,13 +20,3 @@ def decoder_layers_of(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
     raise SpecdecError(f"found no list of {depth} decoder layers in {type(model).__name__}")
-
-
-def last_layers(target: Target, count: int) -> dict[str, Tensor]:
-    """State of the last `count` layers, named `layers.0.`, `layers.1.`, ..."""
-    layers = decoder_layers(target)
-    return {
-        f"layers.{index}.{name}": tensor
-        for index, layer in enumerate(layers[len(layers) - count :])
-        for name, tensor in layer.state_dict().items()
-    }
