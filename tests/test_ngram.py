@@ -33,11 +33,17 @@ def drafted(drafter: NgramDrafter, texts: list[list[int]], limits: list[int]) ->
 
 
 def looked_up(text: list[int], longest: int, shortest: int, count: int) -> list[int]:
-    """The longest match of the text's last tokens, the latest of them, and what follows it."""
+    """The longest match of the text's last tokens, the latest of them, and what follows it.
+
+    Copied token by token, so that a copy which reaches the end of the text reads what it wrote.
+    """
     for size in range(longest, shortest - 1, -1):
         for start in range(len(text) - size - 1, -1, -1):
             if text[start : start + size] == text[-size:] and size < len(text):
-                return text[start + size :][:count]
+                written = list(text)
+                for offset in range(count):
+                    written.append(written[start + size + offset])
+                return written[len(text) :]
     return []
 
 

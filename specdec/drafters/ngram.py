@@ -19,7 +19,8 @@ class NgramDrafter(Drafter):
     """Propose the tokens behind the longest earlier match of the text's last tokens.
 
     Matches of `max_ngram` tokens are preferred to shorter ones, down to `min_ngram`; among equals the
-    latest one. Proposals have no distribution: they are point masses.
+    latest one. Where that one ends with the text, the proposal goes on with its own first tokens, as
+    the copies of LZ77 do. Proposals have no distribution: they are point masses.
 
     Source: prompt lookup decoding (Saxena 2023); transformers' `prompt_lookup_num_tokens`.
     """
@@ -94,8 +95,9 @@ class NgramDrafter(Drafter):
         usable = (positions < lengths - 1) & (score >= params.min_ngram)
         best = torch.where(usable, score * width + positions, -1).max(1)
         start = best.indices[:, None] + 1
+        # Behind the end of the text the copy reads what it has copied: a loop goes on as a loop.
+        span = (lengths - start).clamp_min(1)
+        index = start + torch.arange(longest, device=ids.device) % span
         limits = send(state.limits, ids.device).clamp_max(longest)
-        counts = torch.minimum((lengths - start)[:, 0], limits)
-        counts = torch.where(best.values >= 0, counts, 0)
-        index = (start + torch.arange(longest, device=ids.device)).clamp_max(width - 1)
-        return ids.gather(1, index), counts
+        counts = torch.where(best.values >= 0, limits, 0)
+        return ids.gather(1, index.clamp_max(width - 1)), counts
