@@ -46,6 +46,7 @@ TRAINED: dict[str, dict[str, Any]] = {
         "top_k": 4,
         "depth": 5,
         "total_tokens": 16,
+        "expand": "lookup",
     },
 }
 """For a target by its registered name the drafter that stands in for the default one, where its

@@ -111,13 +111,12 @@ def test_the_default_drafter_is_the_one_that_was_trained_for_the_target(
 ) -> None:
     registered("smollm2-135m", "smollm2-135m-eagle2")
     checked: Any = config.read()
-    assert checked.title == "eagle2 + svip"
-    assert checked.drafter.params.checkpoint == "smollm2-135m-eagle2"
-    assert checked.drafter.params.total_tokens == 16
+    assert checked.title == "eagle2 + lookup + svip"
+    base = checked.drafter.base.params
+    assert (base.checkpoint, base.total_tokens) == ("smollm2-135m-eagle2", 16)
     checked = config.read({"drafter": {"top_k": 3}}, ["drafter.depth=2", "target.dtype=float32"])
-    assert (checked.title, checked.drafter.params.top_k, checked.drafter.params.depth) == (
-        "eagle2 + svip", 3, 2,
-    )  # fmt: skip
+    base = checked.drafter.base.params
+    assert (checked.title, base.top_k, base.depth) == ("eagle2 + lookup + svip", 3, 2)
     own: Any = config.read({"drafter": {"name": "eagle2", "checkpoint": "smollm2-135m-eagle2"}})
     assert own.drafter.params.top_k == 10, "who names a drafter gets its own defaults"
     assert config.read(settings=["drafter=ngram"]).title == "ngram + svip"
