@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+from torch import Tensor
 
 from specdec.auto_off import AutoOff
 from specdec.decoder import SpeculativeDecoder
 from specdec.diagnosis import Diagnosis, break_even_alpha, expected_tokens, predicted_speedup
+from specdec.drafters.autoregressive import AutoregressiveDrafter
 from specdec.metrics import RoundRecord
 from specdec.policies import FixedPolicy
-from tests.drafters import DRAFTERS, autoregressive
+from tests.drafters import DRAFTERS
 from tests.tiny import PROMPT, llama, plain, ragged
 
 
@@ -65,10 +69,17 @@ def test_a_fast_row_is_told_what_was_predicted() -> None:
     )
 
 
+class Sleeping(AutoregressiveDrafter):
+    """So slow that no load of the machine can make it pay."""
+
+    def following(self, tokens: Tensor, depth: int) -> Tensor:
+        time.sleep(0.1)
+        return super().following(tokens, depth)
+
+
 def test_statistics_say_when_drafting_does_not_pay() -> None:
     target = llama()
-    # The target as its own drafter: every step costs a target pass, so it cannot pay.
-    decoder = SpeculativeDecoder(target, autoregressive(target, eps=0), FixedPolicy(length=4))
+    decoder = SpeculativeDecoder(target, Sleeping(model=target), FixedPolicy(length=4))
     slow = decoder.generate(PROMPT, max_new_tokens=64).statistics.diagnosis
     assert slow is not None
     assert slow.startswith("slower than plain decoding: ")
