@@ -353,12 +353,11 @@ class Stream(Iterator[str]):
         self.output: GenerationOutput | None = None
 
     def __next__(self) -> str:
-        while True:
-            if self._ended:
-                raise StopIteration
+        while not self._ended:
             committed = next(self._run, None)
             if committed is None:
                 self.close()
+                self._ended = True
                 parts = [(self._pieces.end(), False)]
             else:
                 tokens, records = committed[0][1], self._generation.records
@@ -368,11 +367,11 @@ class Stream(Iterator[str]):
             self.parts = [(text, drafted) for text, drafted in parts if text]
             if self.parts:
                 return "".join(text for text, _ in self.parts)
+        raise StopIteration
 
     def close(self) -> None:
-        """Stop here; `output` holds what was written so far."""
-        if not self._ended:
-            self._ended = True
+        """Stop here; `output` holds what was written so far. What is held back of it still comes."""
+        if self.output is None:
             self._run.close()
             wall = time.perf_counter() - self._started
             self.output = self._decoder._output(self._generation, wall)

@@ -151,6 +151,30 @@ class DraftTree:
             max_sampled=0 if proposals is None else 1,
         )
 
+    def with_fixed(self, tokens: Tensor, parents: Tensor, valid: Tensor, depth: int) -> DraftTree:
+        """The same tree with fixed nodes `[B, M]` behind its own, which keep their numbers.
+
+        Args:
+            depth: of the whole tree.
+        """
+        if not tokens.shape[1]:
+            return self
+        sampled, proposal = self.sampled, self.proposal
+        return DraftTree(
+            torch.cat([self.tokens, tokens], dim=1),
+            torch.cat([self.parents, parents], dim=1),
+            torch.cat([self.valid, valid], dim=1),
+            depth=depth,
+            sampled=None
+            if sampled is None
+            else torch.cat([sampled, torch.zeros_like(valid)], dim=1),
+            proposals=self.proposals,
+            proposal=None
+            if proposal is None
+            else torch.cat([proposal, torch.zeros_like(tokens)], dim=1),
+            max_sampled=self.max_sampled,
+        )
+
     def to(self, device: torch.device) -> DraftTree:
         """The same tree on the target's device (a drafter may live on another)."""
         if self.tokens.device == device:

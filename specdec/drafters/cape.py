@@ -130,16 +130,4 @@ def widen(chain: DraftTree, best: Tensor, wanted: Tensor) -> DraftTree:
         # accelerator the padding is cheaper than a synchronisation.
         order = (~valid).int().argsort(dim=1, stable=True)[:, : int(valid.sum(1).max())]
         tokens, parents, valid = (kind.gather(1, order) for kind in (tokens, parents, valid))
-    sides = torch.zeros_like(tokens)
-    sampled = chain.sampled
-    return DraftTree(
-        torch.cat([chain.tokens, tokens], dim=1),
-        torch.cat([chain.parents, parents], dim=1),
-        torch.cat([chain.valid, valid], dim=1),
-        depth=chain.depth,
-        is_chain=tokens.shape[1] == 0,
-        sampled=None if sampled is None else torch.cat([sampled, sides.bool()], dim=1),
-        proposals=chain.proposals,
-        proposal=None if chain.proposal is None else torch.cat([chain.proposal, sides], dim=1),
-        max_sampled=chain.max_sampled,
-    )
+    return chain.with_fixed(tokens, parents, valid, chain.depth)

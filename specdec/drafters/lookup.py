@@ -72,20 +72,8 @@ def graft(tree: DraftTree, copied: Tensor, counts: Tensor) -> DraftTree:
     if copied.device.type == "cpu":
         # Looking costs nothing on the host's own memory, and saves the target the padding.
         length = int(left.max())
-    if length == 0:
-        return tree
     index = torch.arange(length, device=copied.device).expand(batch, -1)
     behind = torch.where(index == 0, node[:, None], tree.size + index - 1)
     place = (shared[:, None] + index).clamp_max(copied.shape[1] - 1)
-    fixed = torch.zeros_like(index)
-    sampled = tree.sampled
-    return DraftTree(
-        torch.cat([tree.tokens, copied.gather(1, place)], dim=1),
-        torch.cat([tree.parents, behind], dim=1),
-        torch.cat([tree.valid, index < left[:, None]], dim=1),
-        depth=max(tree.depth, copied.shape[1]),
-        sampled=None if sampled is None else torch.cat([sampled, fixed.bool()], dim=1),
-        proposals=tree.proposals,
-        proposal=None if tree.proposal is None else torch.cat([tree.proposal, fixed], dim=1),
-        max_sampled=tree.max_sampled,
-    )
+    depth = max(tree.depth, copied.shape[1])
+    return tree.with_fixed(copied.gather(1, place), behind, index < left[:, None], depth)
