@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -180,7 +181,22 @@ def test_turns_of_one_conversation_are_one_text(data: Path) -> None:
         assert text.ids[:start] == row["prompt_ids"]
         assert text.ids[start:end] == row["answer_ids"][: end - start]
         assert end - start >= len(row["answer_ids"]) - 1  # its stop token may be another one
-    assert max(len(text.ids) for text in load_texts([data], max_length=30)) == 30
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_behind_the_longest_length_is_cut_and_counted(data: Path) -> None:
+    rows = list(read_rows(data))
+    behind = [
+        sum(place >= 30 for place in range(len(row["prompt_ids"]), length))
+        for row in rows
+        if (length := len(row["prompt_ids"]) + len(row["answer_ids"])) > 30
+    ]
+    load_texts([data], max_length=200)
+    with pytest.warns(UserWarning, match=rf"max_length 30 cuts off {sum(behind)} tokens") as seen:
+        texts = load_texts([data], max_length=30)
+    assert max(len(text.ids) for text in texts) == 30
+    whole = len({row["id"][:-2] for row in rows})
+    assert f"leaves out {whole - len(texts)} of {whole} conversations" in str(seen[0].message)
 
 
 def test_chains_and_block_efficiency() -> None:
@@ -301,6 +317,36 @@ def test_glide_begins_as_the_first_layers_of_the_target(
     trainer = Trainer(train_config(folder, data, tmp_path, "glide", drafter=every), target)
     outcome = trainer.recipe(trainer._batch([0, 1]), None)
     assert torch.equal(outcome.agreed, outcome.count)
+
+
+@kinds
+def test_a_run_begins_with_the_weights_of_an_earlier_one(
+    kind: str, folder: Path, data: Path, target: Target, tmp_path: Path
+) -> None:
+    first = Trainer(train_config(folder, data, tmp_path / "a", kind, epochs=1), target).run()
+    changes = {"init_from": str(first), "learning_rate": 1e-12, "weight_decay": 0, "epochs": 1}
+    second = Trainer(train_config(folder, data, tmp_path / "b", kind, **changes), target).run()
+    before, after = (load_file(path / "model.safetensors") for path in (first, second))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("glide", {}, r"init_from: .*a/drafter is not a drafter like .*: it has fc.bias"),
+        ("eagle2", {"layers": 2}, r"is not a drafter like the one .*: it has no layers.1"),
+    ],
+)
+def test_another_drafter_to_begin_with_is_refused(
+    kind: str, options: dict[str, Any], message: str,
+    folder: Path, data: Path, target: Target, tmp_path: Path,
+) -> None:  # fmt: skip
+    other = Trainer(train_config(folder, data, tmp_path / "a", "eagle2", epochs=1), target).run()
+    changes = {"init_from": str(other), "drafter": {"name": kind, **options}}
+    with pytest.raises(SpecdecError, match=message):
+        Trainer(train_config(folder, data, tmp_path / "b", kind, **changes), target).run()
 
 
 def test_command(folder: Path, data: Path, tmp_path: Path) -> None:

@@ -45,8 +45,10 @@ class AutoregressiveRecipe(Recipe):
         model = make_smaller(target, params.layers, params.intermediate_size)
         # Held in tuples: they are no parameters of this module, so they are not trained.
         self._model, self._embedding = (model,), (model.get_input_embeddings(),)
+        names = set(model.state_dict())
         model.set_input_embeddings(nn.Identity())
         self.body = model.base_model
+        self.of_target = frozenset(names - self.weights().keys())
 
     def forward(self, batch: Batch, seed: int | None) -> Outcome:
         embeds = self._embedding[0](batch.ids)
@@ -66,6 +68,14 @@ class AutoregressiveRecipe(Recipe):
         model.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
+
+    def weights(self) -> dict[str, Tensor]:
+        prefix = self._model[0].base_model_prefix
+        return {f"{prefix}.{name}": tensor for name, tensor in self.body.state_dict().items()}
+
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        prefix = f"{self._model[0].base_model_prefix}."
+        self.body.load_state_dict({n.removeprefix(prefix): w for n, w in weights.items()})
 
 
 @torch.no_grad()

@@ -94,6 +94,12 @@ class Eagle2Recipe(Recipe):
     def save(self, folder: Path) -> None:
         copy.deepcopy(self.head).to(self.dtype).save_pretrained(folder)
 
+    def weights(self) -> dict[str, Tensor]:
+        return self.head.official_state_dict()
+
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        self.head.load_official_state_dict(weights)
+
 
 def unrolled_mask(length: int, step: int, like: Tensor) -> Tensor:
     """`[1, 1, T, (step + 1) T]` for step `step`: 0 where pair i reads a key, lowest elsewhere.

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from specdec.drafters.glide import GlideConfig, GlideModel, block_mask, causal_mask
 from specdec.params import Params as ParamsBase
@@ -88,6 +89,12 @@ class GlideRecipe(Recipe):
 
     def save(self, folder: Path) -> None:
         copy.deepcopy(self.glide).to(self.dtype).save_pretrained(folder)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.glide.state_dict()
+
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        self.glide.load_state_dict(weights)
 
 
 @torch.no_grad()

@@ -10,7 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from specdec.drafters.checkpoint import read_weights
+from specdec.errors import SpecdecError
 from specdec.params import Params
+from specdec.plugins import resolve_model
 from specdec.training.features import KeysValues, States
 from specdec.training.losses import Distilled, OutputRows
 from specdec.training.sequences import Text
@@ -110,6 +113,8 @@ class Recipe(nn.Module):
     Params: ClassVar[type[Params]] = Params
     layers: tuple[int, ...] = ()
     """Layers of the target whose keys and values the batches must hold."""
+    of_target: frozenset[str] = frozenset()
+    """Names in a saved drafter that are the target's."""
     output: OutputRows
 
     def forward(self, batch: Batch, seed: int | None) -> Outcome:
@@ -118,6 +123,38 @@ class Recipe(nn.Module):
     def save(self, folder: Path) -> None:
         """Write the drafter as `specdec` loads it."""
         raise NotImplementedError
+
+    def weights(self) -> dict[str, Tensor]:
+        """The drafter's own weights under the names that `save` writes."""
+        raise NotImplementedError
+
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take over weights under those names."""
+        raise NotImplementedError
+
+    def begin_with(self, checkpoint: str) -> None:
+        """Take over the weights of a drafter that is there already.
+
+        Args:
+            checkpoint: a folder, a hub id or a name that a plugin registered.
+
+        Raises:
+            SpecdecError: it cannot be read, or is a drafter of another kind or size.
+        """
+        found, own = read_weights(resolve_model(checkpoint, "init_from")), self.weights()
+        faults = [f"it has no {name}" for name in own.keys() - found.keys()]
+        faults += [
+            f"{name} is {list(found[name].shape)} there, {list(tensor.shape)} here"
+            for name, tensor in own.items()
+            if name in found and found[name].shape != tensor.shape
+        ]
+        faults += [f"it has {name}" for name in found.keys() - own.keys() - self.of_target]
+        if faults:
+            raise SpecdecError(
+                f"init_from: {checkpoint} is not a drafter like the one to be trained: "
+                f"{'; '.join(sorted(faults)[:3])}{'; ...' if len(faults) > 3 else ''}"
+            )
+        self.set_weights({name: found[name].to(tensor) for name, tensor in own.items()})
 
 
 def chains_of(agreed: Tensor, trained: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,22 +39,32 @@ class Text:
 
 
 def load_texts(folders: Iterable[Path], max_length: int) -> list[Text]:
-    """The conversations of data folders, cut to `max_length` tokens.
+    """The conversations of data folders, cut to `max_length` tokens; a warning says how many are.
 
     Raises:
         SpecdecError: a folder holds no data.
     """
     texts = []
+    found = lost = 0
     for folder in folders:
         if not shards(folder):
             raise SpecdecError(f"no training data in {folder}: make it with 'specdec data'")
         rows = groupby(read_rows(folder), key=lambda row: row["id"].rpartition("-")[0])
-        for name, turns in rows:
-            text = _join(name, list(turns), max_length)
+        for name, grouped in rows:
+            turns = list(grouped)
+            text = _join(name, turns, max_length)
+            found += 1
+            lost += sum(_behind(turn, max_length) for turn in turns)
             if text.answers:
                 texts.append(text)
     if not texts:
         raise SpecdecError(f"no answer begins within {max_length} tokens: raise max_length")
+    if lost:
+        warnings.warn(
+            f"max_length {max_length} cuts off {lost:,} tokens of answers, and leaves out "
+            f"{found - len(texts):,} of {found:,} conversations whose answers begin behind it",
+            stacklevel=2,
+        )
     return texts
 
 
@@ -69,6 +80,12 @@ def _join(name: str, turns: list[dict], max_length: int) -> Text:
             answers.append((len(turn["prompt_ids"]), len(same)))
     kept = tuple((start, end) for start, end in answers if start < end)
     return Text(name, turns[-1]["category"], ids, kept, not turns[-1]["sampled"])
+
+
+def _behind(turn: dict, max_length: int) -> int:
+    """Tokens of an answer that stand behind `max_length`."""
+    answer = len(turn["answer_ids"])
+    return min(answer, max(0, len(turn["prompt_ids"]) + answer - max_length))
 
 
 def split(texts: Sequence[Text], held_out: float) -> tuple[list[Text], list[Text]]:

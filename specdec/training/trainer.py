@@ -58,6 +58,11 @@ class TrainConfig(Params):
     data: list[Path] = Field(min_length=1, description="folders that `specdec data` made")
     out: Path = Field(description="run folder")
     drafter: DrafterChoice = Field(description="the kind of drafter and its options")
+    init_from: str | None = Field(
+        None,
+        description="begin with the weights of this drafter of the same kind and size: a folder, "
+        "a hub id or a plugin's name",
+    )
     draft_vocab: int | None = Field(
         8192, ge=1, description="learn only this many tokens, the most frequent ones; null for all"
     )
@@ -303,6 +308,8 @@ class Trainer:
         path = self.config.out / "checkpoint.pt"
         state = self.files.load_checkpoint(path)
         if state is None:
+            if self.config.init_from is not None:
+                self.recipe.begin_with(self.config.init_from)
             return 0
         self.recipe.load_state_dict(state["drafter"])
         self.optimizer.load_state_dict(state["optimizer"])
