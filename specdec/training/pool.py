@@ -24,6 +24,9 @@ DISTINCT_SHARE = 0.7
 RUN_OF_REPEATS = 40
 SHORT_PREFILL = 12
 PREFILL_ROWS = 8
+PREFILL_MOST = 16
+LEAST_FILLED = 0.75
+"""A prefill pads no row to more than 4/3 of its length."""
 
 Finish = Literal["stop", "length", "loop"]
 
@@ -129,13 +132,19 @@ class GenerationPool:
                 self._cache.keep_rows(going_on)
 
     def _prefill(self) -> None:
-        """Feed long prompts in one padded pass, once enough rows wait for it.
-
-        They are computed in a small cache of their own, as the other rows would only carry padding.
-        """
+        """Feed long prompts in padded passes, once enough rows wait for it."""
         long = [i for i, row in enumerate(self._rows) if row.waits]
         if not long or len(long) < min(PREFILL_ROWS, len(self._rows)):
             return
+        long.sort(key=lambda i: -self._rows[i].length)
+        while long:
+            least = self._rows[long[0]].length * LEAST_FILLED
+            similar = [i for i in long[:PREFILL_MOST] if self._rows[i].length >= least]
+            self._prefill_rows(similar)
+            long = long[len(similar) :]
+
+    def _prefill_rows(self, long: list[int]) -> None:
+        """In a small cache of their own, as the other rows would only carry padding."""
         rows = [self._rows[i] for i in long]
         texts = [row.held + row.pending[:-1] for row in rows]
         tokens = torch.zeros(len(rows), max(map(len, texts)), dtype=torch.long)
@@ -174,6 +183,10 @@ class _Row:
     def waits(self) -> bool:
         """Too much is pending to be fed token by token."""
         return len(self.pending) > SHORT_PREFILL
+
+    @property
+    def length(self) -> int:
+        return len(self.held) + len(self.pending)
 
     def start(self, job: Job) -> None:
         shared = 0

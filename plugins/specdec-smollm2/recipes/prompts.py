@@ -7,8 +7,8 @@ of the WMT test sets, the search questions of EfficientQA, the training problems
 the prompts come from there; every answer is the target's own. None of the files is a source of
 Spec-Bench (it has WMT14, Natural Questions and the GSM8K test set).
 
-OUT receives the files, so that a second run downloads nothing, and `prompts-0.jsonl` and
-`prompts-1.jsonl`, halves of the same mixture for two processes.
+OUT receives the files, so that a second run downloads nothing, and `short.jsonl` and `long.jsonl`:
+apart, as a batch costs what its longest text costs.
 """
 
 from __future__ import annotations
@@ -107,15 +107,18 @@ def main(out: Path) -> None:
         "question": questions[COUNTS["passages"] :],
         "sum": problems,
     }
-    rows = []
+    rows: dict[str, list[str]] = {"short": [], "long": []}
     for category, prompts in made.items():
         chosen = draw.sample(prompts, min(COUNTS[category], len(prompts)))
-        rows += [{"category": category, "prompt": prompt} for prompt in chosen]
+        length = "long" if category in ("summary", "passages") else "short"
+        rows[length] += [
+            json.dumps({"category": category, "prompt": prompt}, ensure_ascii=False) + "\n"
+            for prompt in chosen
+        ]
         print(f"{category}: {len(chosen)} of {len(prompts)}")
-    draw.shuffle(rows)
-    for half in (0, 1):
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[half::2])
-        (out / f"prompts-{half}.jsonl").write_text(text, encoding="utf-8")
+    for length, texts in rows.items():
+        draw.shuffle(texts)
+        (out / f"{length}.jsonl").write_text("".join(texts), encoding="utf-8")
 
 
 def lines(out: Path, files: dict[str, str]) -> list[str]:
