@@ -68,7 +68,7 @@ DRAFTERS: dict[str, Callable[[PreTrainedModel], Drafter]] = {
     "glide": glide,
     "cape": lambda target: CapeDrafter(base=autoregressive(target)),
     "cape_glide": lambda target: CapeDrafter(base=glide(target), candidates=[24, 16, 16, 16]),
-    "lookup": lambda target: LookupDrafter(base=eagle2(target), min_ngram=1),
+    "lookup": lambda target: LookupDrafter(base=eagle2(target)),
 }
 """Name: a drafter for a target with 64 tokens. `twin` and `stranger` are the two ends of acceptance."""
 

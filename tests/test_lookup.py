@@ -113,7 +113,7 @@ def test_a_copy_is_accepted_that_the_drafter_did_not_guess(target: PreTrainedMod
     prompt = PROMPT + text + PROMPT
     expected = SpeculativeDecoder(target).generate([prompt], max_new_tokens=60)
     alone = SpeculativeDecoder(target, stranger).generate([prompt], max_new_tokens=60)
-    decoder = SpeculativeDecoder(target, {**stranger, "expand": {"name": "lookup", "min_ngram": 1}})
+    decoder = SpeculativeDecoder(target, {**stranger, "expand": "lookup"})
     assert isinstance(decoder.drafter, LookupDrafter)
     assert isinstance(decoder.drafter.base, AutoregressiveDrafter)
     both = decoder.generate([prompt], max_new_tokens=60)
@@ -122,7 +122,7 @@ def test_a_copy_is_accepted_that_the_drafter_did_not_guess(target: PreTrainedMod
 
 
 def test_no_path_is_longer_than_the_budget(target: PreTrainedModel) -> None:
-    decoder = SpeculativeDecoder(target, LookupDrafter(base=eagle2(target), min_ngram=1))
+    decoder = SpeculativeDecoder(target, LookupDrafter(base=eagle2(target)))
     output = decoder.generate([PROMPT * 3], max_new_tokens=12)
     left = 11
     for record in output.rounds:
@@ -152,11 +152,11 @@ class TestSampling:
         base = AutoregressiveDrafter(model=tiny.noisy(small, 0.5))
         if wide:
             base = CapeDrafter(base=base, thresholds=[0.3], candidates=[3, 2])
-        drafter = LookupDrafter(base=base, min_ngram=1)
+        drafter = LookupDrafter(base=base)
         law.assert_lossless(SpeculativeDecoder(small, drafter, policy), calls=2)
 
     @pytest.mark.parametrize("sample", [False, True])
     def test_on_a_tree(self, small, sample) -> None:
         base = eagle2(small, sample=sample, top_k=3, total_tokens=12)
-        drafter = LookupDrafter(base=base, min_ngram=1)
+        drafter = LookupDrafter(base=base)
         law.assert_lossless(SpeculativeDecoder(small, drafter), calls=2)

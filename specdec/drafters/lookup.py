@@ -31,7 +31,6 @@ class LookupDrafter(Expansion):
 
     class Params(NgramDrafter.Params, Expansion.Params):
         max_ngram: int = Field(4, ge=1, description="longest run of tokens to look up")
-        min_ngram: int = Field(2, ge=1, description="shortest run of tokens to look up")
         num_tokens: int = Field(8, ge=1, description="at most this many tokens are copied")
 
     def check_base(self, base: Drafter | None) -> Drafter:
