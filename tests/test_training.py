@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -386,6 +387,20 @@ def test_another_configuration_in_the_folder_is_refused(
     Trainer(train_config(folder, data, tmp_path, "eagle2", epochs=1), target).run()
     with pytest.raises(SpecdecError, match=r"learning_rate: 0.003 there, 0.1 now"):
         Trainer(train_config(folder, data, tmp_path, "eagle2", epochs=1, learning_rate=0.1), target)
+
+
+def test_data_that_grew_is_refused(
+    folder: Path, data: Path, target: Target, tmp_path: Path
+) -> None:
+    """A run that goes on must give what it would have given."""
+    growing = shutil.copytree(data, tmp_path / "data")
+    config = train_config(folder, growing, tmp_path / "out", "eagle2", epochs=1)
+    Trainer(config, target).run()
+    last = sorted(growing.glob("shard-?????.jsonl"))[-1]
+    following = growing / f"shard-{int(last.stem[-5:]) + 1:05d}.jsonl"
+    following.write_text(last.read_text().replace('"id": "0-', '"id": "1-'))
+    with pytest.raises(SpecdecError, match=r"another configuration \(texts: '\d+ \("):
+        Trainer(config, target)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(

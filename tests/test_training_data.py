@@ -250,13 +250,17 @@ def test_command(folder: Path, tmp_path: Path) -> None:
         f"target: {{model: {folder}, dtype: float32}}\nout: {tmp_path / 'out'}\n"
         "answer_tokens: 60\nshard_size: 8\nmax_question: 12\nmax_answer: 30\nopened_share: 0\n"
     )
+    benchmark.write_text(json.dumps({"turns": ["w0 " * 12]}) + "\n")
+    arguments = ["data", str(config), "--set", "answer_tokens=100000", "--check", str(benchmark)]
+    with pytest.raises(SpecdecError, match=r"no data to check in .*out: make it first"):
+        CliRunner().invoke(make_app(), arguments, catch_exceptions=False)
     run = CliRunner().invoke(make_app(), ["data", str(config)])
     assert run.exit_code == 0, run.output
+    made = sorted((tmp_path / "out").iterdir())
     question = next(read_rows(tmp_path / "out"))["question"]
-    benchmark.write_text(json.dumps({"turns": ["w0 " * 12]}) + "\n")
-    arguments = ["data", str(config), "--set", "answer_tokens=1", "--check", str(benchmark)]
     assert CliRunner().invoke(make_app(), arguments).exit_code == 0
     benchmark.write_text(json.dumps({"turns": [question]}) + "\n")
     planted = CliRunner().invoke(make_app(), arguments)
     assert planted.exit_code == 1
     assert "1 of 1 questions" in planted.output
+    assert sorted((tmp_path / "out").iterdir()) == made  # a check makes nothing

@@ -38,7 +38,7 @@ def data(
         Path | None,
         typer.Option(
             help="JSONL file with the questions of a benchmark: say whether they stand in the "
-            "data, and exit with 1 if they do."
+            "data that is there, and exit with 1 if they do. Nothing is written."
         ),
     ] = None,
 ) -> None:
@@ -52,11 +52,11 @@ def data(
     quiet_transformers()
     chosen = read_settings(DataConfig, config, settings or [])
     target = load_target(chosen.target)
+    if check is not None:
+        raise typer.Exit(FOUND if _report_overlap(chosen.out, check, target.tokenizer) else 0)
     with _progress(chosen.answer_tokens) as report:
         totals = DataSynthesis(target, chosen).run(report)
     typer.echo(_summary(totals), err=True)
-    if check is not None and _report_overlap(chosen.out, check, target.tokenizer):
-        raise typer.Exit(FOUND)
 
 
 @contextmanager
@@ -94,9 +94,12 @@ def _summary(totals: Counter[str]) -> str:
 
 
 def _report_overlap(folder: Path, benchmark: Path, tokenizer: Any) -> bool:
-    from specdec.training.files import read_rows
+    from specdec.errors import SpecdecError
+    from specdec.training.files import read_rows, shards
     from specdec.training.overlap import find_overlap, questions_of
 
+    if not shards(folder):
+        raise SpecdecError(f"no data to check in {folder}: make it first, without --check")
     questions = questions_of(benchmark)
     texts = (
         (row["id"], tokenizer.decode(row["prompt_ids"] + row["answer_ids"]))

@@ -36,7 +36,14 @@ from specdec.training.glide import GlideRecipe
 from specdec.training.losses import OutputRows
 from specdec.training.optimizer import Kind, make_optimizer
 from specdec.training.recipe import Batch, Outcome, Recipe, block_efficiency
-from specdec.training.sequences import Text, batches, frequent_tokens, load_texts, split
+from specdec.training.sequences import (
+    Text,
+    batches,
+    fingerprint,
+    frequent_tokens,
+    load_texts,
+    split,
+)
 
 RECIPES: dict[str, type[Recipe]] = {
     "eagle2": Eagle2Recipe,
@@ -153,8 +160,8 @@ class Trainer:
         on_cpu = target.device.type == "cpu"
         self.accelerator = Accelerator(mixed_precision=config.precision, cpu=on_cpu)
         self.files = RunFolder(config.out, self.accelerator.is_main_process)
-        self.files.claim(config.record())
         texts = load_texts(config.data, config.max_length)
+        self.files.claim(config.record() | {"texts": fingerprint(texts)})
         _check_ids(texts, target)
         self.texts, self.held_out = split(texts, config.held_out)
         if not self.texts:
