@@ -54,6 +54,14 @@ bench: $(VENV)/.installed-dev  ## the quick benchmark: drafters and policies aga
 train-smollm2: $(VENV)/.installed-dev  ## make the drafters of the SmolLM2 pack again (hours)
 	$(BIN)/specdec data $(RECIPES)/data.yaml
 	$(BIN)/specdec data $(RECIPES)/data.yaml --set seed=1 --set out=data/smollm2-1
+	$(BIN)/specdec train $(RECIPES)/first/ar.yaml
+	$(BIN)/specdec train $(RECIPES)/first/eagle2.yaml
+	$(BIN)/specdec train $(RECIPES)/first/glide.yaml
+	$(BIN)/python $(RECIPES)/prompts.py data/prompts
+	$(BIN)/specdec data $(RECIPES)/data-prompts.yaml
+	$(BIN)/specdec data $(RECIPES)/data-prompts.yaml --set prompts=data/prompts/long.jsonl \
+		--set out=data/smollm2-long --set seed=3 --set answer_tokens=70000 \
+		--set batch_size=48 --set shard_size=256
 	$(BIN)/specdec train $(RECIPES)/ar.yaml
 	$(BIN)/specdec train $(RECIPES)/eagle2.yaml
 	$(BIN)/specdec train $(RECIPES)/glide.yaml
