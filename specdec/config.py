@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -449,6 +450,10 @@ def shorten(value: Any) -> str:
 
 
 def _best_device() -> str:
+    """Of several processes of one machine each has a GPU of its own."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    rank = os.environ.get("LOCAL_RANK")
+    return "cuda" if rank is None else f"cuda:{int(rank) % torch.cuda.device_count()}"

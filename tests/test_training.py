@@ -282,10 +282,56 @@ def test_a_run_that_is_over_ends_at_once(
 ) -> None:
     config = train_config(folder, data, tmp_path, "eagle2", epochs=10**6, max_minutes=0.02)
     Trainer(config, target).run()
-    steps = metrics(tmp_path)[-1]["step"]
+    lines = metrics(tmp_path)
     assert (tmp_path / "drafter" / "model.safetensors").exists()
     Trainer(config, target).run()
-    assert metrics(tmp_path)[-1]["step"] == steps
+    assert metrics(tmp_path) == lines
+    # Its last step was logged and evaluated, once.
+    last = [line for line in lines if line["step"] == lines[-1]["step"]]
+    assert [line.get("held_out", False) for line in last] == [False, True]
+
+
+def test_a_line_that_a_kill_cut_is_dropped(
+    folder: Path, data: Path, target: Target, tmp_path: Path
+) -> None:
+    """Also before the first checkpoint."""
+    config = train_config(folder, data, tmp_path, "eagle2", epochs=1)
+    trainer = Trainer(config, target)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\n{"step": 4, "lo')
+    trainer.run()
+    steps = [line["step"] for line in metrics(tmp_path) if not line.get("held_out")]
+    assert steps == sorted(set(steps))
+
+
+def test_another_number_of_processes_is_refused(
+    folder: Path, data: Path, target: Target, tmp_path: Path
+) -> None:
+    config = train_config(folder, data, tmp_path, "eagle2", epochs=1)
+    Trainer(config, target).run()
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"processes": 1', '"processes": 2'))
+    with pytest.raises(SpecdecError, match="processes: 2 there, 1 now"):
+        Trainer(config, target)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (
+            {"name": "autoregressive", "layers": [0], "intermediate_size": 49},
+            r"drafter.intermediate_size: the target's MLPs have 48 neurons \(found 49\)",
+        ),
+        ({"name": "autoregressive", "layers": [2]}, "has layers 0 to 1"),
+        ({"name": "glide", "layers": 3}, r"the target has 2 layers to read \(found 3\)"),
+    ],
+)
+def test_options_that_do_not_fit_the_target_say_so(
+    drafter: dict[str, Any], message: str,
+    folder: Path, data: Path, target: Target, tmp_path: Path,
+) -> None:  # fmt: skip
+    config = train_config(folder, data, tmp_path, str(drafter["name"]), drafter=drafter)
+    with pytest.raises(SpecdecError, match=message):
+        Trainer(config, target)
 
 
 def test_two_processes_train_as_one_with_twice_the_batches(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GraniteConfig, GraniteForCausalLM
 from typer.testing import CliRunner
 
 from specdec.cli import make_app
@@ -17,8 +18,10 @@ from specdec.errors import SpecdecError
 from specdec.target import Target
 from specdec.training.data import ChatTurns, DataConfig, DataSynthesis, before_repetition
 from specdec.training.files import read_rows, shards
+from specdec.training.layers import check_output_layer
 from specdec.training.overlap import NearDuplicates, find_overlap
 from specdec.training.pool import GenerationPool, Job, distinct_share
+from specdec.training.sequences import load_texts
 from tests.training import data_config, make_chat_model
 
 
@@ -201,6 +204,42 @@ def test_given_prompts_are_answered_once_each(target: Target, folder: Path, tmp_
     rows = {row["id"]: row for row in read_rows(config.out)}
     assert len(rows) == totals["rows"] >= 10
     assert rows["0-00000003-0"]["question"] == prompts[3]["prompt"]
+
+
+def test_other_prompts_in_the_same_file_are_refused(
+    target: Target, folder: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "w1 w2 w3"}\n')
+    config = data_config(folder, tmp_path / "out", prompts=str(source))
+    DataSynthesis(target, config).run()
+    source.write_text('{"prompt": "w4 w5 w6"}\n')
+    with pytest.raises(SpecdecError, match=r"other settings \(prompts_hold: '1 \(\w+\)' there"):
+        DataSynthesis(target, config).run()
+
+
+def test_a_target_that_writes_no_questions_ends_the_run(
+    target: Target, folder: Path, tmp_path: Path
+) -> None:
+    config = data_config(folder, tmp_path, max_question=1)  # one word is no question
+    with pytest.raises(
+        SpecdecError, match=r"all of 24 .* were dropped \(dropped empty question: 24"
+    ):
+        DataSynthesis(target, config).run()
+    with pytest.raises(SpecdecError, match=r"no conversations in .*: all were dropped when made"):
+        load_texts([tmp_path], 100)
+
+
+def test_a_target_that_scales_its_logits_is_refused(folder: Path, tmp_path: Path) -> None:
+    config = GraniteConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, logits_scaling=8.0, pad_token_id=1,
+    )  # fmt: skip
+    scaled = Target(GraniteForCausalLM(config))
+    with pytest.raises(SpecdecError, match="GraniteForCausalLM scales or caps its logits"):
+        DataSynthesis(scaled, data_config(folder, tmp_path))
+    config.logits_scaling = 1.0
+    check_output_layer(Target(GraniteForCausalLM(config)))
 
 
 def test_a_source_without_prompts_says_so(target: Target, folder: Path, tmp_path: Path) -> None:

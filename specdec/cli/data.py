@@ -57,6 +57,8 @@ def data(
     with _progress(chosen.answer_tokens) as report:
         totals = DataSynthesis(target, chosen).run(report)
     typer.echo(_summary(totals), err=True)
+    if totals["answer_tokens"] < chosen.answer_tokens:
+        typer.echo(f"These are the answers to all prompts of {chosen.prompts}.", err=True)
 
 
 @contextmanager

@@ -43,6 +43,7 @@ class AutoregressiveRecipe(Recipe):
         torch.manual_seed(seed)
         self.tokenizer, self.dtype = target.tokenizer, target.dtype
         model = make_smaller(target, params.layers, params.intermediate_size)
+        nn.Module.to(model, target.device)
         # Held in tuples: they are no parameters of this module, so they are not trained.
         self._model, self._embedding = (model,), (model.get_input_embeddings(),)
         names = set(model.state_dict())
@@ -127,6 +128,10 @@ def _narrow(state: dict[str, Tensor], size: int) -> dict[str, Tensor]:
             "drafter.intermediate_size: the target has no MLPs with gate, up and down"
         )
     gate, up, down = (state[name] for name in names)
+    if size > len(gate):
+        raise SpecdecError(
+            f"drafter.intermediate_size: the target's MLPs have {len(gate)} neurons (found {size})"
+        )
     strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
     kept = strength.topk(size).indices.sort().values
     return state | dict(zip(names, (gate[kept], up[kept], down[:, kept]), strict=True))

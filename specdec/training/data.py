@@ -13,6 +13,7 @@ that was killed goes on with the shard it was in, and gives the rows it would ha
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -40,6 +41,7 @@ from specdec.training.files import (
     stats_path,
     write_atomically,
 )
+from specdec.training.layers import check_output_layer
 from specdec.training.openers import OPENERS, Opener
 from specdec.training.overlap import NearDuplicates, words_of
 from specdec.training.pool import DISTINCT_SHARE, NGRAM, GenerationPool, Job, distinct_share
@@ -49,6 +51,8 @@ FORMAT = 1
 QUESTION_TOP_P = 0.95
 FOLLOW_UP_TOKENS = 100
 SHORTEST_TRIMMED = 16
+MOST_BARREN = 3
+"""Shards in a row that may be empty before the target counts as unable to write questions."""
 
 
 class DataConfig(Params):
@@ -113,6 +117,7 @@ class DataSynthesis:
     """
 
     def __init__(self, target: Target, config: DataConfig) -> None:
+        check_output_layer(target)
         self.target, self.config, self.out = target, config, config.out
         self.turns = ChatTurns(target)
         self._prompts = load_prompts(config.prompts) if config.prompts else None
@@ -125,11 +130,20 @@ class DataSynthesis:
             done = shards(self.out)
             totals = sum((read_stats(path) for path in done), Counter())
             clock = _Clock(totals["answer_tokens"], answer_tokens, report)
-            number = len(done)
+            number, barren = len(done), 0
             while totals["answer_tokens"] < answer_tokens and not self._exhausted(number):
-                totals += self._make_shard(number, clock)
+                made = self._make_shard(number, clock)
+                totals += made
                 clock.done = totals["answer_tokens"]
                 number += 1
+                barren = 0 if made["rows"] else barren + 1
+                if barren == MOST_BARREN and self._prompts is None:
+                    raise SpecdecError(
+                        f"all of {barren * self.config.shard_size} conversations were dropped "
+                        f"({_dropped(totals)}): is {self.target.model.name_or_path} a chat model, "
+                        "and does its template fit? Longer max_question and max_answer, and loops: "
+                        "trim, keep more"
+                    )
             return totals
 
     def _exhausted(self, shard: int) -> bool:
@@ -171,6 +185,9 @@ class DataSynthesis:
 
     def _claim_folder(self) -> None:
         record = self.config.record()
+        if self._prompts is not None:
+            marked = hashlib.blake2b(repr(self._prompts).encode(), digest_size=4)
+            record["prompts_hold"] = f"{len(self._prompts)} ({marked.hexdigest()})"
         path = self.out / "data.json"
         if not path.exists():
             if shards(self.out):
@@ -182,6 +199,14 @@ class DataSynthesis:
             raise SpecdecError(
                 f"{self.out} was made with other settings ({named}): use those, or another folder"
             )
+
+
+def _dropped(counts: Counter[str]) -> str:
+    """Why conversations gave no rows, the most frequent reason first."""
+    reasons = Counter(
+        {name: n for name, n in counts.items() if name.startswith(("dropped", "looping"))}
+    )
+    return ", ".join(f"{name.replace('_', ' ')}: {n}" for name, n in reasons.most_common())
 
 
 @contextmanager
@@ -213,8 +238,8 @@ class ChatTurns:
         tokenizer = target.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise SpecdecError(
-                f"{target.model.name_or_path or 'the target'} has no chat template, so it cannot "
-                "write what a user would say: use a chat model as target"
+                f"{target.model.name_or_path or 'the target'} has no chat template, which says where "
+                "a user's words end and the answer begins: use a chat model as target"
             )
         self.tokenizer = tokenizer
         first, second, third = (f"\u2402{number}\u2402" for number in range(3))

@@ -119,7 +119,7 @@ def _config(target: Target, layers: int) -> EagleConfig:
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return EagleConfig(
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None),
         num_hidden_layers=layers,

@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from specdec.drafters.glide import GlideConfig, GlideModel, block_mask, causal_mask
+from specdec.errors import SpecdecError
 from specdec.params import Params as ParamsBase
 from specdec.target import Target
 from specdec.training.layers import decoder_layers
@@ -40,6 +41,11 @@ class GlideRecipe(Recipe):
         super().__init__()
         self.params, self.output = params, output
         torch.manual_seed(seed)
+        count = target.config.num_hidden_layers
+        if params.layers > count:
+            raise SpecdecError(
+                f"drafter.layers: the target has {count} layers to read (found {params.layers})"
+            )
         config = GlideConfig.for_target(
             target.model, num_hidden_layers=params.layers, block_size=params.block_size
         )

@@ -1,10 +1,12 @@
-"""The target's decoder layers, from which drafters begin."""
+"""What training asks of the target's architecture: its decoder layers, and a plain output layer."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.cache import SlotCache
 from specdec.errors import SpecdecError
 from specdec.target import Target
 
@@ -20,3 +22,23 @@ def decoder_layers_of(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
     raise SpecdecError(f"found no list of {depth} decoder layers in {type(model).__name__}")
+
+
+def check_output_layer(target: Target) -> None:
+    """Refuse a target that changes what its output layer gives, as Cohere's and Granite's scales and
+    Gemma 2's cap do: drafters are trained through the output layer alone.
+
+    Raises:
+        SpecdecError: it is such a target.
+    """
+    first = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    done = target.forward(first, SlotCache(1), [0], features=True)
+    assert done.features is not None
+    with torch.no_grad():
+        plain = target.model.get_output_embeddings()(done.features).float()
+    logits = done.logits.float()
+    if not torch.allclose(logits, plain, rtol=0.02, atol=0.02 * float(plain.abs().max())):
+        raise SpecdecError(
+            f"{type(target.model).__name__} scales or caps its logits behind the output layer, which "
+            "training does not do yet: the drafter would learn another distribution"
+        )

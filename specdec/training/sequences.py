@@ -38,7 +38,7 @@ class Text:
         return [i - 1 for start, end in self.answers for i in range(start, end)]
 
 
-def load_texts(folders: Iterable[Path], max_length: int) -> list[Text]:
+def load_texts(folders: Sequence[Path], max_length: int) -> list[Text]:
     """The conversations of data folders, cut to `max_length` tokens; a warning says how many are.
 
     Raises:
@@ -57,6 +57,10 @@ def load_texts(folders: Iterable[Path], max_length: int) -> list[Text]:
             lost += sum(_behind(turn, max_length) for turn in turns)
             if text.answers:
                 texts.append(text)
+    if not found:
+        raise SpecdecError(
+            f"no conversations in {', '.join(map(str, folders))}: all were dropped when made"
+        )
     if not texts:
         raise SpecdecError(f"no answer begins within {max_length} tokens: raise max_length")
     if lost:

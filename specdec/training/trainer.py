@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list, set_seed
 from pydantic import Field
+from safetensors import SafetensorError
 from torch import Tensor
 
 from specdec.config import TargetConfig
@@ -33,6 +34,7 @@ from specdec.training.eagle2 import Eagle2Recipe
 from specdec.training.features import FeatureStore
 from specdec.training.files import differences, read_json, read_jsonl, write_atomically
 from specdec.training.glide import GlideRecipe
+from specdec.training.layers import check_output_layer
 from specdec.training.losses import OutputRows
 from specdec.training.optimizer import Kind, make_optimizer
 from specdec.training.recipe import Batch, Outcome, Recipe, block_efficiency
@@ -50,6 +52,8 @@ RECIPES: dict[str, type[Recipe]] = {
     "glide": GlideRecipe,
     "autoregressive": AutoregressiveRecipe,
 }
+MOST_OVERFLOWS = 20
+"""Steps in a row that may overflow: the scale begins at 2 ** 16 and is halved each time."""
 DrafterChoice = Annotated[
     Eagle2Recipe.Params | GlideRecipe.Params | AutoregressiveRecipe.Params,
     Field(discriminator="name"),
@@ -153,6 +157,7 @@ class Trainer:
     """
 
     def __init__(self, config: TrainConfig, target: Target, report: Report | None = None) -> None:
+        check_output_layer(target)
         self.config, self.target = config, target
         self.report = report or (lambda progress: None)
         # An earlier training in this process may have had another precision.
@@ -161,7 +166,9 @@ class Trainer:
         self.accelerator = Accelerator(mixed_precision=config.precision, cpu=on_cpu)
         self.files = RunFolder(config.out, self.accelerator.is_main_process)
         texts = load_texts(config.data, config.max_length)
-        self.files.claim(config.record() | {"texts": fingerprint(texts)})
+        # Steps are counted in batches of all processes together.
+        made_of = {"texts": fingerprint(texts), "processes": self.accelerator.num_processes}
+        self.files.claim(config.record() | made_of)
         _check_ids(texts, target)
         self.texts, self.held_out = split(texts, config.held_out)
         if not self.texts:
@@ -182,24 +189,25 @@ class Trainer:
         self.recipe = recipe
         self.module, self.optimizer = self.accelerator.prepare(recipe, optimizer)
         self.clock = Clock(config.max_minutes, self.accelerator)
+        self.overflows = 0
 
     def run(self) -> Path:
         """Train to the end; returns the folder of the drafter."""
         plan = Plan(self.config, [len(text.ids) for text in self.texts], self._world)
         step = self._resume()
         sums = Sums()
-        while step < plan.steps and not self.clock.is_over():
+        over = step >= plan.steps or self.clock.is_over()
+        while not over:
             self._set_rate(max(step / plan.steps, self.clock.share()))
             sums.add(self._step(step, plan.at(step)), plan.tokens(step))
             step += 1
-            if step % self.config.log_steps == 0 or step == plan.steps:
+            over = step == plan.steps or self.clock.is_over()
+            if step % self.config.log_steps == 0 or over:
                 self._log(step, plan, sums)
                 sums = Sums()
-            if step % self.config.checkpoint_steps == 0:
+            if step % self.config.checkpoint_steps == 0 or over:
                 self._evaluate(step, plan)
                 self._save(step)
-        self._evaluate(step, plan)
-        self._save(step)
         return self._save_drafter()
 
     # --- one step --------------------------------------------------------------------------------
@@ -220,14 +228,20 @@ class Trainer:
                 self.accelerator.backward(outcome.loss * (self._world / total))
             outcomes.append(outcome)
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.config.clip)
-        if norm is not None and not torch.isfinite(norm):
+        self._check_finite(step, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self._gathered(outcomes)
+
+    def _check_finite(self, step: int, norm: Tensor | None) -> None:
+        """In fp16 the scaler leaves out a step that overflows, and tries a lower scale next."""
+        finite = norm is None or bool(torch.isfinite(norm))
+        self.overflows = 0 if finite else self.overflows + 1
+        if self.overflows > (0 if self.accelerator.scaler is None else MOST_OVERFLOWS):
             raise SpecdecError(
                 f"step {step + 1}: the loss or its gradient is not a finite number; the last "
                 f"checkpoint in {self.config.out} is kept. Try a lower learning_rate, or precision no"
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return self._gathered(outcomes)
 
     def _batch(self, indices: Sequence[int]) -> Batch:
         texts = [self.texts[index] for index in indices]
@@ -315,6 +329,7 @@ class Trainer:
         path = self.config.out / "checkpoint.pt"
         state = self.files.load_checkpoint(path)
         if state is None:
+            self.files.forget_after(0)
             if self.config.init_from is not None:
                 self.recipe.begin_with(self.config.init_from)
             return 0
@@ -346,7 +361,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             try:
                 self.recipe.save(folder)
-            except OSError as error:
+            except (OSError, SafetensorError) as error:
                 raise SpecdecError(f"cannot write {folder}: {error}") from error
             if self.output.ids is not None:
                 write_atomically(folder / "draft_vocab.json", json.dumps(self.output.ids.tolist()))
