@@ -42,10 +42,12 @@ def test_each_has_a_card_and_the_configuration_that_made_it(name: str) -> None:
     from specdec.training.trainer import TrainConfig, check_drafter
 
     card = (FOLDER / name / "README.md").read_text()
-    for part in ("Apache-2.0", "specdec train", "training.yaml", "τ"):
+    for part in ("Apache-2.0", "specdec train", "τ"):
         assert part in card
-    config = read_settings(TrainConfig, FOLDER / name / "training.yaml", [], check_drafter)
-    assert config.drafter.name == DRAFTERS[name]["name"]
+    for made in ("training-first.yaml", "training.yaml"):
+        assert made in card
+        config = read_settings(TrainConfig, FOLDER / name / made, [], check_drafter)
+        assert config.drafter.name == DRAFTERS[name]["name"]
 
 
 def test_an_embedding_that_was_taken_out_is_put_back(tmp_path: Path) -> None:
