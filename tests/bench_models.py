@@ -49,7 +49,7 @@ def write_questions(path: Path, per_category: int = 2) -> Path:
 GRID = """
 target: {{model: {target}, dtype: float32}}
 questions: {{source: {questions}, categories: [writing, qa, rag]}}
-generation: {{max_new_tokens: 16}}
+generation: {{max_new_tokens: 16, top_p: 0.95}}
 temperature: [0, 1]
 peers: [transformers, assisted, prompt-lookup]
 rows:

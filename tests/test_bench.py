@@ -83,6 +83,11 @@ def test_assisted_generation_takes_the_drafters_of_the_grid() -> None:
     assisted = [row.peer for row in config.rows if row.peer and row.peer["name"] == "assisted"]
     assert [peer["model"] for peer in assisted] == ["some/model"] * 3
     assert [peer["tokens"] for peer in assisted] == [20, 3, 5]
+    config = read({"peers": ["transformers", {"name": "assisted", "model": ["one", "two"]}]})
+    assert [row.peer["model"] for row in config.rows if row.peer and "model" in row.peer] == [
+        "one",
+        "two",
+    ]
 
 
 def test_a_peer_may_be_measured_at_some_temperatures_only() -> None:
@@ -128,6 +133,11 @@ def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         ({"rows": [{"name": "{size}"}]}, "rows.0.name: '{size}' may hold {drafter} and {policy}"),
         ({"questions": {"source": "none.jsonl"}}, "questions.source: there is no file none.jsonl"),
         ({"generation": {"max_tokens": 3}}, "generation.max_tokens: unknown key"),
+        ({"lengths": [0]}, "lengths.0: Input should be greater than or equal to 1"),
+        (
+            {"peers": ["transformers", {"name": "prompt-lookup", "temperature": 0.5}]},
+            "peers.1.temperature: the grid has no temperature 0.5 (it has 0).",
+        ),
         ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
         (
             {"temperature": [0, 1], "baseline": "a", "rows": [{"name": "a", "temperature": 1}, {}]},

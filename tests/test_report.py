@@ -81,6 +81,10 @@ def test_every_form_shows_every_row_with_its_speed_up(bench_run: Path, report: P
         assert mean in text
         if entry["diagnosis"]:
             assert entry["diagnosis"] in page
+    for form in (markdown, page, text):
+        assert "of specdec's rows" in form.replace("&#x27;", "'").replace("Of", "of")
+        assert "of the others transformers" in form
+        assert "Not measured: " in form
 
 
 def test_the_page_needs_nothing_from_elsewhere(report: Path) -> None:

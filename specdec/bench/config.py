@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -50,7 +50,7 @@ class Settings(Params):
 
     seed: int = Field(0, ge=0, description="of the order of the rows, and of sampling")
     baseline: str = Field("transformers", description="the row that all are compared with")
-    lengths: list[int] | None = Field(
+    lengths: list[Annotated[int, Field(ge=1)]] | None = Field(
         None, description="give the speed-up of the first so many tokens of an answer, for each"
     )
 
@@ -286,6 +286,12 @@ class _Grid:
             given = choice.pop("temperature", everywhere)
             temperatures = _numbers(given, float, 0, f"{where}.temperature")
             chosen = [setting for setting in settings if setting[0] in temperatures]
+            if not chosen:
+                raise SpecdecError(
+                    f"{where}.temperature: the grid has no temperature "
+                    f"{', '.join(f'{value:g}' for value in temperatures)} (it has "
+                    f"{', '.join(f'{value:g}' for value in dict.fromkeys(everywhere))})."
+                )
             for variant in self._peer_variants(choice, where, own):
                 yield from self._peer_settings(variant, chosen)
 
@@ -308,8 +314,8 @@ class _Grid:
         lacking = PEERS[name].lacking()
         if lacking:
             self.skipped[f"{PEERS[name].label}: adaptive confidence threshold"] = lacking
-        models: list[Any] = [choice.get("model")]
-        if PEERS[name].needs_model and models == [None]:
+        models: list[Any] = [None]
+        if PEERS[name].needs_model and choice.get("model") is None:
             models = _autoregressive_models(own)
             if not models:
                 self.skipped[PEERS[name].label] = (

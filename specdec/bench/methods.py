@@ -92,6 +92,9 @@ class OwnMethod:
 
     def request(self, prompts: list[list[int]], seed: int, keep_trees: bool = False) -> Request:
         settings = self.settings.model_dump()
+        if self.settings.temperature == 0:
+            # They stand in the grid for its other temperatures.
+            settings |= {"top_k": None, "top_p": None, "min_p": None}
         return self.decoder.request(prompts, seed=seed, keep_trees=keep_trees, **settings)
 
 

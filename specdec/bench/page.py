@@ -96,7 +96,7 @@ def _run(run: Run) -> str:
         _cards(_draft_cards(run)),
         "<h2>Entropy and acceptance</h2>",
         "<p>SVIP stops on the entropy H of the drafter's distribution, by the bound 1 − √(s·H) on "
-        "the chance of acceptance (dashed, s = 0.15). Points are the share of accepted tokens among "
+        "the chance of acceptance (dashed). Points are the share of accepted tokens among "
         "those that the target judged, with 95 % intervals. Entropies are kept where a policy looks "
         "at them, on chains.</p>",
         _cards(_entropy_cards(run)),
@@ -378,8 +378,8 @@ DRAFT_CHARTS: list[tuple[str, Callable[..., Any], str, str, dict[str, Any]]] = [
 
 def _entropy_cards(run: Run) -> list[tuple[str, str]]:
     cards = []
-    defaults = SVIPPolicy().params
     for setting, drafter, methods in _panels(run):
+        svip = _svip_of(run, methods, setting)
         by_method = [
             [pair for line in _lines(run, method, setting) for pair in line["entropy"]]
             for method in methods
@@ -389,9 +389,9 @@ def _entropy_cards(run: Run) -> list[tuple[str, str]]:
             continue
         points, spread = _binned(np.asarray(pairs))
         most = max(x for x, _ in points) * 1.05 + 0.01
-        grid = np.linspace(0, min(most, 1 / defaults.scale), 40)
-        bound = [(float(h), float(1 - np.sqrt(defaults.scale * h))) for h in grid]
-        stop = defaults.threshold**2 / defaults.scale
+        grid = np.linspace(0, min(most, 1 / svip.scale), 40)
+        bound = [(float(h), float(1 - np.sqrt(svip.scale * h))) for h in grid]
+        stop = svip.threshold**2 / svip.scale
         title = f"{drafter}, {setting_name(setting)}"
         chart = charts.lines(
             f"Entropy against acceptance, {title}",
@@ -402,12 +402,21 @@ def _entropy_cards(run: Run) -> list[tuple[str, str]]:
             "entropy of the drafter (nats)",
             "share accepted",
             y_most=1.0,
-            at=(stop, f"threshold {defaults.threshold:g}"),
+            at=(stop, f"threshold {svip.threshold:g}"),
         )
         rows = sum(map(bool, by_method))
         caption = f"<figcaption>{len(pairs)} judged tokens of {rows} rows</figcaption>"
         cards.append((title, chart + caption))
     return cards
+
+
+def _svip_of(run: Run, methods: list[str], setting: Setting) -> SVIPPolicy.Params:
+    """The parameters of the first SVIP row among `methods`, or the defaults if there is none."""
+    policies = [run.row(method, setting)["policy"] for method in methods]
+    for policy in policies:
+        if policy["name"] == "svip":
+            return SVIPPolicy(**{k: v for k, v in policy.items() if k != "name"}).params
+    return SVIPPolicy().params
 
 
 def _binned(pairs: np.ndarray) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:

@@ -193,7 +193,7 @@ def legend_of_marks() -> str:
 
 
 def headline(run: Run, setting: tuple[float, int]) -> str:
-    """The fastest row of our own, in a sentence."""
+    """The fastest row of our own and the fastest of the others, in a sentence."""
     own = [m for m in run.methods(setting) if not run.row(m, setting)["peer"]]
     own = [m for m in own if run.row(m, setting)["policy"]["name"] != "oracle"]
     entries = [entry for m in own if (entry := run.entry(m, setting)) and entry["speedup_mean"]]
@@ -204,10 +204,21 @@ def headline(run: Run, setting: tuple[float, int]) -> str:
     calm = best["without_loops"]["speedup_mean"]
     without = "" if calm is None else f"; {calm:.2f} without answers that loop"
     return (
-        f"{setting_name(setting)}: {best['method']} is the fastest, {best['speedup_mean']:.2f} "
-        f"times {run.config['baseline']} (median {best['speedup_median']:.2f}, 95 % interval "
-        f"{low:.2f} to {high:.2f}, {best['questions']} questions{without})"
+        f"{setting_name(setting)}: of specdec's rows {best['method']} is the fastest, "
+        f"{best['speedup_mean']:.2f} times {run.config['baseline']} (median "
+        f"{best['speedup_median']:.2f}, 95 % interval {low:.2f} to {high:.2f}, "
+        f"{best['questions']} questions{without}){_best_peer(run, setting)}"
     )
+
+
+def _best_peer(run: Run, setting: tuple[float, int]) -> str:
+    peers = [m for m in run.methods(setting) if run.row(m, setting)["peer"]]
+    peers = [m for m in peers if m != run.config["baseline"]]
+    entries = [entry for m in peers if (entry := run.entry(m, setting)) and entry["speedup_mean"]]
+    if not entries:
+        return ""
+    best = max(entries, key=lambda entry: entry["speedup_mean"])
+    return f"; of the others {best['method']}, {best['speedup_mean']:.2f}"
 
 
 def as_text(runs: Sequence[Run]) -> str:
@@ -228,6 +239,8 @@ def as_text(runs: Sequence[Run]) -> str:
                 table.add_row(*row)
             console.print(table)
             console.print(headline(run, setting), markup=False)
+        for name, why in run.config["skipped"].items():
+            console.print(f"Not measured: {name}: {why}.", markup=False)
             for method in run.methods(setting):
                 entry = run.entry(method, setting)
                 if entry and entry["diagnosis"]:
@@ -242,6 +255,7 @@ def as_markdown(runs: Sequence[Run]) -> str:
     for run in runs:
         parts.append(f"# {run.name}\n")
         parts.append(f"{about(run)}\n")
+        parts += [f"Not measured: {name}: {why}.\n" for name, why in run.config["skipped"].items()]
         for setting in run.settings:
             parts.append(f"## {setting_name(setting).capitalize()}\n")
             parts.append(f"Speed-up over {run.config['baseline']}. {headline(run, setting)}.\n")

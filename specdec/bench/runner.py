@@ -269,6 +269,7 @@ class BenchRun:
         results = self.folder.results()
         self.report(Progress(1, 1, 0, "comparing texts"))
         differences = find_differences(results, self.config, self.target, self._prompt)
+        self.folder.write("differences.json", differences)
         summary = summarise(results, self.config, differences)
         if not (self.folder.path / "examples.json").exists():
             self.folder.write("examples.json", self._examples(results))

@@ -84,7 +84,7 @@ class RunFolder:
 
     def _check_same(self, config: Any, machine: dict[str, Any]) -> None:
         differing = [key for key in self.record if config.get(key) != self.record[key]]
-        fixed = ("code", "weights", "versions", "processor", "devices")
+        fixed = ("code", "weights", "versions", "processor", "devices", "threads")
         differing += [key for key in fixed if machine.get(key) != self.machine[key]]
         if differing:
             raise SpecdecError(

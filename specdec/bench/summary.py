@@ -100,14 +100,16 @@ class Table:
 def _entry(
     row: Row, column: str, lines: list[Line], table: Table, differences: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    plain_pass = _plain_pass(row, table)
+    plain_pass = _plain_pass(row, column, table)
     statistics = statistics_of(lines)
     over_plain = mean_over_columns(_ratios(lines, table.plain, decode_speed))
     drafts = row.peer is None and row.method != PLAIN
     diagnosis = Diagnosis.of(statistics, plain_pass, over_plain) if drafts and plain_pass else None
     greedy = row.temperature == 0
     compared = [line for line in lines if table.baseline(line) is not None]
-    differing = {d["question"] for d in differences} & {line["question"] for line in compared}
+    asked = {line["question"] for line in compared}
+    differences = [each for each in differences if each["question"] in asked]
+    differing = {each["question"] for each in differences}
     calm = [line for line in lines if not table.looping(line)]
     memory = [line["memory_mb"] for line in lines if line["memory_mb"] is not None]
     return {
@@ -261,11 +263,14 @@ def _lengths(lines: list[Line]) -> dict[str, int]:
     return {str(length): counts[length] for length in sorted(counts)}
 
 
-def _plain_pass(row: Row, table: Table) -> float | None:
-    """Seconds of a target pass over one token, per row and round, in the row's setting."""
+def _plain_pass(row: Row, column: str, table: Table) -> float | None:
+    """Seconds of a target pass over one token, in the row's setting and on the same questions."""
     for other in table.config.rows:
         if other.method == PLAIN and other.setting == row.setting:
-            plain = statistics_of(table.of(other))
+            lines = table.of(other)
+            if column != ALL:
+                lines = [line for line in lines if line["column"] == column]
+            plain = statistics_of(lines)
             return plain.verify_s / plain.rounds if plain.rounds else None
     return None
 
