@@ -19,6 +19,7 @@ from specdec.bench.report import (
     headline,
     legend_of_marks,
     mark,
+    not_measured,
     setting_name,
     table_head,
     table_rows,
@@ -75,7 +76,7 @@ def _run(run: Run) -> str:
     parts = [
         f"<h1>{escape(run.name)}</h1><p class='soft'>{escape(about(run))}</p>",
         *(f"<p><strong>{escape(_sentence(headline(run, s)))}</strong></p>" for s in run.settings),
-        *(f"<p>Not measured: {escape(n)}: {escape(r)}.</p>" for n, r in _skipped(run)),
+        *(f"<p>{escape(sentence)}</p>" for sentence in not_measured(run)),
         "<h2>Speed-up</h2>",
         f"<p>Tokens a second, prefill included, over those of {escape(run.config['baseline'])} on "
         "the same question: the mean of each category, the mean of the categories, the median of "
@@ -108,10 +109,6 @@ def _run(run: Run) -> str:
 
 def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
-
-
-def _skipped(run: Run) -> Iterator[tuple[str, str]]:
-    yield from run.config["skipped"].items()
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -196,29 +196,32 @@ def headline(run: Run, setting: tuple[float, int]) -> str:
     """The fastest row of our own and the fastest of the others, in a sentence."""
     own = [m for m in run.methods(setting) if not run.row(m, setting)["peer"]]
     own = [m for m in own if run.row(m, setting)["policy"]["name"] != "oracle"]
-    entries = [entry for m in own if (entry := run.entry(m, setting)) and entry["speedup_mean"]]
-    if not entries:
+    best = _fastest(run, own, setting)
+    if best is None:
         return f"{setting_name(setting)}: nothing was measured."
-    best = max(entries, key=lambda entry: entry["speedup_mean"])
     low, high = best["speedup_ci95"]
     calm = best["without_loops"]["speedup_mean"]
     without = "" if calm is None else f"; {calm:.2f} without answers that loop"
+    peers = [m for m in run.methods(setting) if run.row(m, setting)["peer"]]
+    peer = _fastest(run, [m for m in peers if m != run.config["baseline"]], setting)
+    others = f"; of the others {peer['method']}, {peer['speedup_mean']:.2f}" if peer else ""
     return (
         f"{setting_name(setting)}: of specdec's rows {best['method']} is the fastest, "
         f"{best['speedup_mean']:.2f} times {run.config['baseline']} (median "
         f"{best['speedup_median']:.2f}, 95 % interval {low:.2f} to {high:.2f}, "
-        f"{best['questions']} questions{without}){_best_peer(run, setting)}"
+        f"{best['questions']} questions{without}){others}"
     )
 
 
-def _best_peer(run: Run, setting: tuple[float, int]) -> str:
-    peers = [m for m in run.methods(setting) if run.row(m, setting)["peer"]]
-    peers = [m for m in peers if m != run.config["baseline"]]
-    entries = [entry for m in peers if (entry := run.entry(m, setting)) and entry["speedup_mean"]]
-    if not entries:
-        return ""
-    best = max(entries, key=lambda entry: entry["speedup_mean"])
-    return f"; of the others {best['method']}, {best['speedup_mean']:.2f}"
+def _fastest(run: Run, methods: list[str], setting: tuple[float, int]) -> dict[str, Any] | None:
+    """The entry of the largest mean speed-up; None if there is none."""
+    entries = [entry for m in methods if (entry := run.entry(m, setting)) and entry["speedup_mean"]]
+    return max(entries, key=lambda entry: entry["speedup_mean"], default=None)
+
+
+def not_measured(run: Run) -> list[str]:
+    """A sentence for each row that could not be measured."""
+    return [f"Not measured: {name}: {why}." for name, why in run.config["skipped"].items()]
 
 
 def as_text(runs: Sequence[Run]) -> str:
@@ -239,8 +242,8 @@ def as_text(runs: Sequence[Run]) -> str:
                 table.add_row(*row)
             console.print(table)
             console.print(headline(run, setting), markup=False)
-        for name, why in run.config["skipped"].items():
-            console.print(f"Not measured: {name}: {why}.", markup=False)
+        for sentence in not_measured(run):
+            console.print(sentence, markup=False)
             for method in run.methods(setting):
                 entry = run.entry(method, setting)
                 if entry and entry["diagnosis"]:
@@ -255,7 +258,7 @@ def as_markdown(runs: Sequence[Run]) -> str:
     for run in runs:
         parts.append(f"# {run.name}\n")
         parts.append(f"{about(run)}\n")
-        parts += [f"Not measured: {name}: {why}.\n" for name, why in run.config["skipped"].items()]
+        parts += [f"{sentence}\n" for sentence in not_measured(run)]
         for setting in run.settings:
             parts.append(f"## {setting_name(setting).capitalize()}\n")
             parts.append(f"Speed-up over {run.config['baseline']}. {headline(run, setting)}.\n")

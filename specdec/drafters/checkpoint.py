@@ -68,20 +68,29 @@ def check_tensors(
     Args:
         kind: what it should be, `"an EAGLE head"` for instance.
     """
-    missing = sorted(expected.keys() - found.keys())
-    unexpected = sorted(found.keys() - expected.keys())
+    missing, unexpected, reshaped = differing_tensors(found, expected)
     faults = [f"missing {', '.join(missing)}"] if missing else []
     faults += [f"unexpected {', '.join(unexpected)}"] if unexpected else []
     faults += [
         f"{name} is {list(found[name].shape)}, config.json says {list(expected[name].shape)}"
-        for name in sorted(expected.keys() & found.keys())
-        if found[name].shape != expected[name].shape
+        for name in reshaped
     ]
     if faults:
         raise SpecdecError(
             f"drafter checkpoint '{checkpoint}' is not {kind} as its config.json describes: "
             f"{'; '.join(faults)}."
         )
+
+
+def differing_tensors(
+    found: dict[str, Tensor], expected: dict[str, Tensor]
+) -> tuple[list[str], list[str], list[str]]:
+    """Names that are missing, unexpected, and there in another shape; each in order."""
+    return (
+        sorted(expected.keys() - found.keys()),
+        sorted(found.keys() - expected.keys()),
+        sorted(n for n in expected.keys() & found.keys() if found[n].shape != expected[n].shape),
+    )
 
 
 def find(checkpoint: str | Path, name: str) -> Path | None:

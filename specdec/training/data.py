@@ -13,7 +13,6 @@ that was killed goes on with the shard it was in, and gives the rows it would ha
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
@@ -33,6 +32,7 @@ from specdec.errors import SpecdecError
 from specdec.params import Params
 from specdec.target import Target
 from specdec.training.files import (
+    contents,
     differences,
     read_json,
     read_jsonl,
@@ -186,8 +186,7 @@ class DataSynthesis:
     def _claim_folder(self) -> None:
         record = self.config.record()
         if self._prompts is not None:
-            marked = hashlib.blake2b(repr(self._prompts).encode(), digest_size=4)
-            record["prompts_hold"] = f"{len(self._prompts)} ({marked.hexdigest()})"
+            record["prompts_hold"] = contents(self._prompts)
         path = self.out / "data.json"
         if not path.exists():
             if shards(self.out):

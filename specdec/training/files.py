@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,14 @@ def differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     """What a record that was found has otherwise than the one that is wanted; empty if nothing."""
     other = [key for key in wanted if found.get(key) != wanted[key]]
     return ", ".join(f"{key}: {found.get(key)!r} there, {wanted[key]!r} now" for key in other)
+
+
+def contents(items: Sequence[object]) -> str:
+    """How many items there are, and a mark that others do not have, for a record."""
+    mark = hashlib.blake2b(digest_size=4)
+    for item in items:
+        mark.update(repr(item).encode())
+    return f"{len(items)} ({mark.hexdigest()})"
 
 
 def shards(folder: Path) -> list[Path]:

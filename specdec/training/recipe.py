@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdec.drafters.checkpoint import read_weights
+from specdec.drafters.checkpoint import differing_tensors, read_weights
 from specdec.errors import SpecdecError
 from specdec.params import Params
 from specdec.plugins import resolve_model
@@ -142,13 +142,14 @@ class Recipe(nn.Module):
             SpecdecError: it cannot be read, or is a drafter of another kind or size.
         """
         found, own = read_weights(resolve_model(checkpoint, "init_from")), self.weights()
-        faults = [f"it has no {name}" for name in own.keys() - found.keys()]
+        found = {name: tensor for name, tensor in found.items() if name not in self.of_target}
+        missing, unexpected, reshaped = differing_tensors(found, own)
+        faults = [f"it has no {name}" for name in missing]
         faults += [
-            f"{name} is {list(found[name].shape)} there, {list(tensor.shape)} here"
-            for name, tensor in own.items()
-            if name in found and found[name].shape != tensor.shape
+            f"{name} is {list(found[name].shape)} there, {list(own[name].shape)} here"
+            for name in reshaped
         ]
-        faults += [f"it has {name}" for name in found.keys() - own.keys() - self.of_target]
+        faults += [f"it has {name}" for name in unexpected]
         if faults:
             raise SpecdecError(
                 f"init_from: {checkpoint} is not a drafter like the one to be trained: "

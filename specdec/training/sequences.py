@@ -92,14 +92,6 @@ def _behind(turn: dict, max_length: int) -> int:
     return min(answer, max(0, len(turn["prompt_ids"]) + answer - max_length))
 
 
-def fingerprint(texts: Sequence[Text]) -> str:
-    """How many texts there are, and a mark that other texts do not have."""
-    mark = hashlib.blake2b(digest_size=4)
-    for text in texts:
-        mark.update(repr((text.name, text.ids, text.answers)).encode())
-    return f"{len(texts)} ({mark.hexdigest()})"
-
-
 def split(texts: Sequence[Text], held_out: float) -> tuple[list[Text], list[Text]]:
     """Texts to train on and texts held out, told apart by their names alone."""
     apart: tuple[list[Text], list[Text]] = [], []

@@ -32,20 +32,13 @@ from specdec.target import Target
 from specdec.training.autoregressive import AutoregressiveRecipe
 from specdec.training.eagle2 import Eagle2Recipe
 from specdec.training.features import FeatureStore
-from specdec.training.files import differences, read_json, read_jsonl, write_atomically
+from specdec.training.files import contents, differences, read_json, read_jsonl, write_atomically
 from specdec.training.glide import GlideRecipe
 from specdec.training.layers import check_output_layer
 from specdec.training.losses import OutputRows
 from specdec.training.optimizer import Kind, make_optimizer
 from specdec.training.recipe import Batch, Outcome, Recipe, block_efficiency
-from specdec.training.sequences import (
-    Text,
-    batches,
-    fingerprint,
-    frequent_tokens,
-    load_texts,
-    split,
-)
+from specdec.training.sequences import Text, batches, frequent_tokens, load_texts, split
 
 RECIPES: dict[str, type[Recipe]] = {
     "eagle2": Eagle2Recipe,
@@ -167,7 +160,7 @@ class Trainer:
         self.files = RunFolder(config.out, self.accelerator.is_main_process)
         texts = load_texts(config.data, config.max_length)
         # Steps are counted in batches of all processes together.
-        made_of = {"texts": fingerprint(texts), "processes": self.accelerator.num_processes}
+        made_of = {"texts": contents(texts), "processes": self.accelerator.num_processes}
         self.files.claim(config.record() | made_of)
         _check_ids(texts, target)
         self.texts, self.held_out = split(texts, config.held_out)
