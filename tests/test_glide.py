@@ -165,6 +165,7 @@ class TestAttention:
             [1, 1, 1, 1, 1, 1, 0],
         ]
         assert block_mask(7, 3)[0].int().tolist() == expected
+        assert torch.equal(block_mask(9, 3)[:, 2:, 2:], block_mask(7, 3, offset=2))
 
     def test_a_step_copies_nothing_of_the_targets_cache(self, target, folder) -> None:
         decoder = SpeculativeDecoder(target, {"name": "glide", "checkpoint": str(folder)})

@@ -357,6 +357,30 @@ def test_two_processes_train_as_one_with_twice_the_batches(
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
+def test_glide_learns_a_text_with_blocks_that_begin_elsewhere_each_time(
+    folder: Path, data: Path, target: Target, tmp_path: Path
+) -> None:
+    trainer = Trainer(train_config(folder, data, tmp_path, "glide"), target)
+    text, size = trainer.texts[0], 4
+    batch = Batch.of([text], [trainer.states[0]])
+    torch.manual_seed(0)
+    for name, weight in trainer.recipe.named_parameters():
+        if name.endswith("cross_attn.o_proj.weight"):  # at first what it reads adds nothing
+            weight.data.normal_()
+    places = [[(token + offset) % size for token in text.trained] for offset in range(size)]
+    counts = [[row.count(place) for place in range(size)] for row in places]
+    losses = set()
+    with torch.no_grad():
+        for seed in range(40):
+            outcome = trainer.recipe(batch, seed)
+            assert outcome.count.tolist() in counts
+            losses.add(round(outcome.loss.item(), 3))
+        evaluated = trainer.recipe(batch, None)
+    assert len(losses) == size, "the target's keys end elsewhere with every offset"
+    assert round(evaluated.loss.item(), 3) in losses
+    assert evaluated.count.tolist() == counts[0]
+
+
 def test_glide_begins_as_the_first_layers_of_the_target(
     folder: Path, data: Path, target: Target, tmp_path: Path
 ) -> None:

@@ -515,13 +515,18 @@ def causal_mask(length: int, device: torch.device | None = None) -> Tensor:
     return torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
 
 
-def block_mask(length: int, block_size: int, device: torch.device | None = None) -> Tensor:
+def block_mask(
+    length: int, block_size: int, device: torch.device | None = None, offset: int = 0
+) -> Tensor:
     """`[1, L, L]` cross-attention in training: a token reads the target's blocks before its own.
 
     So it sees keys and values that end 0 to `block_size - 1` tokens ago, as it will when it drafts.
     The first block has none before it and reads its causal prefix.
+
+    Args:
+        offset: place of the first token in its block.
     """
-    blocks = torch.arange(length, device=device) // block_size
+    blocks = (torch.arange(length, device=device) + offset) // block_size
     before = blocks[:, None] > blocks
     first = causal_mask(length, device) & (blocks[:, None] == 0)
     return before | first

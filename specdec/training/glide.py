@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from pathlib import Path
 from typing import Literal
 
@@ -24,8 +25,9 @@ class GlideRecipe(Recipe):
     target's own.
 
     The place of a token in its block says how far back the target's keys end: what the first token
-    of a block sees is what a draft's first token sees, and so on. The model has the target's
-    embedding and output layer.
+    of a block sees is what a draft's first token sees, and so on. Blocks begin elsewhere each time a
+    text is trained on, so that a token is learnt at all places. The model has the target's embedding
+    and output layer.
     """
 
     class Params(ParamsBase):
@@ -58,32 +60,35 @@ class GlideRecipe(Recipe):
 
     def forward(self, batch: Batch, seed: int | None) -> Outcome:
         count, length = batch.ids.shape
-        device = batch.ids.device
+        device, size = batch.ids.device, self.params.block_size
+        offset = 0 if seed is None else random.Random(seed).randrange(size)
         positions = torch.arange(length, device=device).expand(count, -1)
         hidden = self.glide(
             batch.ids,
             positions,
             [batch.layers[layer] for layer in self.layers],
             causal_mask(length, device),
-            block_mask(length, self.params.block_size, device),
+            block_mask(length, size, device, offset),
         )
         done = distill(
             hidden[batch.trained][None], batch.features[batch.trained],
             batch.norm[batch.trained], batch.best[batch.trained], self.output, self.params.by,
         )  # fmt: skip
-        return self._by_place(done, batch.trained)
+        return self._by_place(done, batch.trained, offset)
 
-    def _by_place(self, done: Distilled, trained: torch.Tensor) -> Outcome:
+    def _by_place(self, done: Distilled, trained: torch.Tensor, offset: int) -> Outcome:
         """Sums for each place in a block, which is a step ahead."""
         size = self.params.block_size
-        place = (torch.arange(trained.shape[1], device=trained.device) % size).expand_as(trained)
+        tokens = torch.arange(trained.shape[1], device=trained.device)
+        place = ((tokens + offset) % size).expand_as(trained)
         at = torch.nn.functional.one_hot(place[trained], size).float()
         whole = torch.zeros(trained.shape, dtype=torch.bool, device=trained.device)
         whole[trained] = done.agreed[0]
-        blocks = trained.shape[1] // size
-        cut = (len(trained) * blocks, size)
-        chains = whole[:, : blocks * size].reshape(cut)
-        inside = trained[:, : blocks * size].reshape(cut).all(1)
+        first = -offset % size
+        blocks = max(0, trained.shape[1] - first) // size
+        cut, blocked = (len(trained) * blocks, size), slice(first, first + blocks * size)
+        chains = whole[:, blocked].reshape(cut)
+        inside = trained[:, blocked].reshape(cut).all(1)
         return Outcome(
             loss=done.loss.sum(),
             positions=trained.sum(),
