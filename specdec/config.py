@@ -312,13 +312,18 @@ def _write_out(document: dict[str, Any]) -> None:
 
 def _complete(document: dict[str, Any]) -> None:
     """Fill in the defaults: for a section that is not there, and for one that names nothing."""
-    for section, key in NAMING_KEY.items():
-        default = default_of(section, document.get("target"))
-        value = document.setdefault(section, default)
-        if isinstance(value, Mapping) and key not in value:
-            document[section] = {**default, **value}
+    for section in NAMING_KEY:
+        target = document.get("target")
+        value = document.setdefault(section, default_of(section, target))
+        document[section] = completed(section, value, target)
     document["generation"] = document.get("generation") or {}
     document["plugins"] = document.get("plugins") or []
+
+
+def completed(section: str, value: Any, target: Any) -> Any:
+    """A mapping that names nothing changes the section's default; anything else is as it is."""
+    names = not isinstance(value, Mapping) or NAMING_KEY[section] in value
+    return value if names else {**default_of(section, target), **value}
 
 
 def default_of(section: str, target: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from specdec.bench import store
 from specdec.bench.config import read, variants
 from specdec.bench.questions import QuestionSettings, load_questions
 from specdec.bench.runner import BenchRun, Progress
-from specdec.bench.summary import is_looping, median_interval
+from specdec.bench.summary import is_looping, median_interval, summarise
 from specdec.errors import SpecdecError
 from tests.bench_models import write_grid, write_questions
 
@@ -99,6 +99,13 @@ def test_a_peer_may_be_measured_at_some_temperatures_only() -> None:
     ]
 
 
+def test_a_choice_without_a_name_is_the_default_one_changed() -> None:
+    """As in the configuration of `specdec generate`."""
+    config = read({"drafter": "ngram", "policy": {"threshold": [0.2, 0.4]}})
+    chosen = [row.policy for row in config.rows if row.policy and row.method.startswith("ngram")]
+    assert chosen == [{"name": "svip", "threshold": 0.2}, {"name": "svip", "threshold": 0.4}]
+
+
 def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = read({"peers": ["transformers", "assisted"], "drafter": "ngram"})
@@ -133,6 +140,18 @@ def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         ({"rows": [{"name": "{size}"}]}, "rows.0.name: '{size}' may hold {drafter} and {policy}"),
         ({"questions": {"source": "none.jsonl"}}, "questions.source: there is no file none.jsonl"),
         ({"generation": {"max_tokens": 3}}, "generation.max_tokens: unknown key"),
+        (
+            {"policy": "svip", "rows": [{"policy": "fixed"}, {"policy": "heuristic"}]},
+            "policy: every row gives its own, so what stands above them would count for none",
+        ),
+        (
+            {"temperature": 1, "rows": [{"temperature": 0}]},
+            "temperature: every row gives its own",
+        ),
+        (
+            {"lengths": [8], "batch_size": [1, 2]},
+            "lengths: the first tokens of an answer are timed for one row at a time",
+        ),
         ({"lengths": [0]}, "lengths.0: Input should be greater than or equal to 1"),
         (
             {"peers": ["transformers", {"name": "prompt-lookup", "temperature": 0.5}]},
@@ -314,6 +333,38 @@ def test_the_intervals_are_those_of_a_bootstrap() -> None:
     # The median of n normal values has a standard deviation of about 1.25 / √n.
     assert 0.5 < (high - low) / (2 * 1.96 * 1.25 / 60**0.5) < 2
     assert median_interval([1.5] * 9) == [1.5, 1.5]
+
+
+def test_speed_ups_of_the_beginnings_come_from_the_times_at_which_tokens_were_there() -> None:
+    config = read({"drafter": "ngram", "lengths": [2, 4], "questions": {"per_category": 1}})
+    first, second = config.questions[:2]
+    lines = []
+    for name, question, times in (
+        ("transformers", first, {"2": 1.0, "4": 3.0}),
+        ("transformers", second, {"2": 1.0}),
+        ("ngram + svip", first, {"2": 1.0, "4": 1.5}),
+        ("ngram + svip", second, {"2": 0.5}),
+    ):
+        lines.append(
+            {
+                "row": name, "method": name, "temperature": 0.0, "batch_size": 1,
+                "question": question.id, "category": "a", "column": "a", "unit_size": 1,
+                "unit_tokens": 4, "first_tokens": 1, "tokens": 4, "prefill_s": 1.0, "decode_s": 3.0,
+                "draft_s": 0.0, "verify_s": 0.0, "memory_mb": None, "looping": question is second,
+                "turns": [{"token_ids": [1], "rounds": []}], "length_s": times,
+            }
+        )  # fmt: skip
+    entry = next(
+        entry
+        for entry in summarise(lines, config, [])
+        if (entry["name"], entry["category"]) == ("ngram + svip", "all")
+    )
+    found = entry["speedup_by_length"]
+    assert found["2"] == {
+        "speedup_mean": 1.5, "speedup_median": 1.5, "speedup_ci95": [1.0, 2.0]
+    }  # fmt: skip
+    assert found["4"]["speedup_mean"] == 2.0, "the second answer never had four tokens"
+    assert entry["without_loops"]["speedup_by_length"]["2"]["speedup_mean"] == 1.0
 
 
 def test_the_oracle_drafts_what_is_accepted_and_one_token_more(bench_run: Path) -> None:

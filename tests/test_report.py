@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from specdec.bench import charts
@@ -85,6 +87,30 @@ def test_every_form_shows_every_row_with_its_speed_up(bench_run: Path, report: P
         assert "of specdec's rows" in form.replace("&#x27;", "'").replace("Of", "of")
         assert "of the others transformers" in form
         assert "Not measured: " in form
+
+
+def test_every_form_gives_the_speed_up_by_length(bench_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(bench_run, run)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump({**config, "lengths": [8, 16]}))
+    summary = summary_of(run)
+    nothing = {"speedup_mean": None, "speedup_median": None, "speedup_ci95": None}
+    measured = {"speedup_mean": 3.21, "speedup_median": 3.3, "speedup_ci95": [3.01, 3.41]}
+    for entry in summary:
+        entry["speedup_by_length"] = {"8": measured, "16": nothing}
+        entry["without_loops"]["speedup_by_length"] = {"8": nothing, "16": nothing}
+    (run / "summary.json").write_text(json.dumps(summary))
+    text = write_report([run], tmp_path)
+    markdown = (tmp_path / "report.md").read_text()
+    assert "| plain | 3.21 (3.01–3.41) | – |" in markdown
+    assert "Speed-up by length, without answers that loop:" in markdown
+    page = (tmp_path / "report.html").read_text()
+    assert "<tr><th>plain</th><td>3.21 (3.01–3.41)</td><td>–</td></tr>" in page
+    assert "3.21 (3.01–3.41)" in text
+    with (tmp_path / "report.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["speedup_mean_to_8"], row["speedup_mean_to_16"]) for row in rows} == {("3.21", "")}
 
 
 def test_the_page_needs_nothing_from_elsewhere(report: Path) -> None:

@@ -180,6 +180,7 @@ def _check(document: dict[str, Any], folder: Path, name: str, places: Places) ->
         places=places,
     )
     _check_baseline(config)
+    _check_lengths(config)
     return config
 
 
@@ -218,16 +219,24 @@ def _check_baseline(config: BenchConfig) -> None:
             )
 
 
+def _check_lengths(config: BenchConfig) -> None:
+    if config.settings.lengths and any(row.batch_size > 1 for row in config.rows):
+        raise SpecdecError(
+            "lengths: the first tokens of an answer are timed for one row at a time; leave lengths "
+            "out, or set batch_size to 1."
+        )
+
+
 class _Grid:
     """Expands the rows of a document."""
 
     def __init__(self, document: dict[str, Any], folder: Path, temperature: Any) -> None:
         self.document, self.folder = document, folder
         self.skipped: dict[str, str] = {}
-        target = document.get("target") or base.default_of("target", None)
+        self.target = document.get("target") or base.default_of("target", None)
         self.defaults = {
-            "drafter": document.get("drafter") or base.default_of("drafter", target),
-            "policy": document.get("policy") or base.default_of("policy", target),
+            "drafter": document.get("drafter") or base.default_of("drafter", self.target),
+            "policy": document.get("policy") or base.default_of("policy", self.target),
             "temperature": document.get("temperature", temperature),
             "batch_size": document.get("batch_size", 1),
         }
@@ -248,9 +257,26 @@ class _Grid:
         blocks = self.document.get("rows") or [{}]
         if not isinstance(blocks, list):
             raise SpecdecError(f"rows: expected a list of rows (found {base.shorten(blocks)}).")
+        self._check_used(blocks)
         for number, block in enumerate(blocks):
             where = f"rows.{number}" if self.document.get("rows") else ""
             yield from self._expand(block, where)
+
+    def _check_used(self, blocks: list[Any]) -> None:
+        """Refuse what stands above the rows, or came with --set, and counts for none of them."""
+        for key in self.defaults:
+            if key in self.document and all(
+                isinstance(block, Mapping) and key in block for block in blocks
+            ):
+                raise SpecdecError(
+                    f"{key}: every row gives its own, so what stands above them would count for "
+                    "none; change the rows, or leave it out."
+                )
+
+    def _complete(self, section: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._complete(section, each) for each in value]
+        return base.completed(section, value, self.target)
 
     def _expand(self, block: Any, where: str) -> Iterator[Row]:
         if not isinstance(block, Mapping):
@@ -262,8 +288,10 @@ class _Grid:
         places = {key: f"{where}.{key}" if key in block and where else key for key in values}
         temperatures = _numbers(values["temperature"], float, 0, places["temperature"])
         sizes = _numbers(values["batch_size"], int, 1, places["batch_size"])
-        drafters = list(variants("drafter", values["drafter"], places["drafter"]))
-        policies = list(variants("policy", values["policy"], places["policy"]))
+        drafters, policies = (
+            list(variants(part, self._complete(part, values[part]), places[part]))
+            for part in ("drafter", "policy")
+        )
         for drafter, policy in itertools.product(drafters, policies):
             drafter = base.locate(drafter, places["drafter"], self.folder)
             plugins.make_drafter(deepcopy(drafter), places["drafter"])

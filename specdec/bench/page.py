@@ -18,6 +18,8 @@ from specdec.bench.report import (
     about,
     headline,
     legend_of_marks,
+    length_head,
+    length_rows,
     mark,
     not_measured,
     setting_name,
@@ -198,21 +200,19 @@ def _ms(value: float | None) -> str:
 
 def _lengths(run: Run) -> str:
     """The speed-up of the first so many tokens, where it was asked for."""
-    lengths = run.config.get("lengths") or []
-    if not lengths:
+    if not run.config["lengths"]:
         return ""
-    body = []
+    parts = ["<h2>Speed-up by length</h2>"]
     for setting in run.settings:
-        for method in run.methods(setting):
-            entry = run.entry(method, setting)
-            assert entry is not None
-            cells = [times(entry["speedup_by_length"].get(str(length))) for length in lengths]
-            name = f"{method}, {setting_name(setting)}"
-            body.append(
+        for without_loops in (False, True):
+            which = ", without answers that loop" if without_loops else ""
+            parts.append(f"<h3>{escape(_sentence(setting_name(setting))[:-1] + which)}</h3>")
+            body = [
                 f"<tr><th>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-            )
-    table = _html_table(["first tokens", *map(str, lengths)], body)
-    return f"<h2>Speed-up by length</h2>{table}"
+                for name, *cells in length_rows(run, setting, without_loops)
+            ]
+            parts.append(_html_table(length_head(run), body))
+    return "".join(parts)
 
 
 # --- charts ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -16,6 +16,9 @@ from specdec.bench.questions import column_order
 from specdec.bench.summary import ALL
 from specdec.errors import SpecdecError
 from specdec.training.files import read_json, read_jsonl, write_atomically
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FILES = ("summary.json", "config.yaml", "machine.json", "results.jsonl", "examples.json")
 COLUMN_NAMES = {
@@ -28,6 +31,7 @@ COLUMN_NAMES = {
 CSV_KEYS = (
     "run", "name", "method", "temperature", "batch_size", "category", "questions", "speedup_mean",
     "speedup_median", "speedup_low", "speedup_high", "speedup_mean_without_loops",
+    "speedup_median_without_loops", "speedup_low_without_loops", "speedup_high_without_loops",
     "speedup_decode_mean", "tau", "alpha", "tokens_per_s", "equal_to_baseline", "loop_share",
     "mean_draft_length", "draft_ms", "verify_ms", "other_ms", "c", "predicted_speedup",
     "speedup_over_plain", "memory_mb", "diagnosis",
@@ -174,6 +178,28 @@ def table_rows(
     return rows
 
 
+def length_head(run: Run) -> list[str]:
+    return ["first tokens", *map(str, run.config["lengths"] or [])]
+
+
+def length_rows(
+    run: Run, setting: tuple[float, int], without_loops: bool = False
+) -> list[list[str]]:
+    """A method a line, a length a column: the mean, and the median's interval in brackets."""
+    rows = []
+    for method in run.methods(setting) if run.config["lengths"] else []:
+        entry = run.entry(method, setting)
+        assert entry is not None
+        part = entry["without_loops"] if without_loops else entry
+        cells = [method]
+        for figures in part["speedup_by_length"].values():
+            low, high = figures["speedup_ci95"] or (None, None)
+            interval = "" if low is None else f" ({low:.2f}–{high:.2f})"
+            cells.append(times(figures["speedup_mean"]) + interval)
+        rows.append(cells)
+    return rows
+
+
 def mark(entry: dict[str, Any]) -> str:
     """Says that a greedy text is not the baseline's: ≈ where only ties were settled differently."""
     if entry["equal_to_baseline"] is not False:
@@ -226,22 +252,18 @@ def not_measured(run: Run) -> list[str]:
 
 def as_text(runs: Sequence[Run]) -> str:
     """The tables for a terminal."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
     buffer = io.StringIO()
     console = Console(file=buffer, width=150, highlight=False)
     for run in runs:
         for setting in run.settings:
             title = f"{run.name}, {setting_name(setting)}: speed-up over {run.config['baseline']}"
-            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-            for number, name in enumerate(table_head(run)):
-                table.add_column(name, justify="right" if number else "left", no_wrap=number > 0)
-            for row in table_rows(run, setting):
-                table.add_row(*row)
-            console.print(table)
+            console.print(_terminal_table(title, table_head(run), table_rows(run, setting)))
             console.print(headline(run, setting), markup=False)
+            lengths = length_rows(run, setting)
+            if lengths:
+                console.print(_terminal_table("Speed-up by length", length_head(run), lengths))
         for sentence in not_measured(run):
             console.print(sentence, markup=False)
             for method in run.methods(setting):
@@ -250,6 +272,18 @@ def as_text(runs: Sequence[Run]) -> str:
                     console.print(f"{method}: {entry['diagnosis']}", markup=False)
             console.print()
     return buffer.getvalue().rstrip()
+
+
+def _terminal_table(title: str, head: list[str], rows: list[list[str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(head):
+        table.add_column(name, justify="right" if number else "left", no_wrap=number > 0)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def as_markdown(runs: Sequence[Run]) -> str:
@@ -265,6 +299,11 @@ def as_markdown(runs: Sequence[Run]) -> str:
             parts.append(_markdown_table(table_head(run), table_rows(run, setting)))
             parts.append("Without answers that loop:\n")
             parts.append(_markdown_table(table_head(run), table_rows(run, setting, True)))
+            for without_loops in (False, True) if run.config["lengths"] else ():
+                which = ", without answers that loop" if without_loops else ""
+                parts.append(f"Speed-up by length{which}:\n")
+                rows = length_rows(run, setting, without_loops)
+                parts.append(_markdown_table(length_head(run), rows))
             parts.extend(_diagnoses(run, setting))
         parts.append(f"{legend_of_marks()}\n")
     return "\n".join(parts)
@@ -303,19 +342,28 @@ def _markdown_table(head: list[str], rows: list[list[str]]) -> str:
 def as_csv(runs: Sequence[Run]) -> str:
     """Every row of every run's summary, flat."""
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, CSV_KEYS, extrasaction="ignore", lineterminator="\n")
+    lengths = dict.fromkeys(length for run in runs for length in run.config["lengths"] or [])
+    keys = [*CSV_KEYS, *(f"speedup_mean_to_{length}" for length in lengths)]
+    writer = csv.DictWriter(buffer, keys, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for run in runs:
         for entry in run.summary:
             low, high = entry["speedup_ci95"] or (None, None)
+            calm = entry["without_loops"]
+            calm_low, calm_high = calm["speedup_ci95"] or (None, None)
             round_ms = entry["round_ms"] or {}
+            by_length = entry["speedup_by_length"].items()
             writer.writerow(
                 {
                     **entry,
                     "run": run.name,
                     "speedup_low": low,
                     "speedup_high": high,
-                    "speedup_mean_without_loops": entry["without_loops"]["speedup_mean"],
+                    "speedup_mean_without_loops": calm["speedup_mean"],
+                    "speedup_median_without_loops": calm["speedup_median"],
+                    "speedup_low_without_loops": calm_low,
+                    "speedup_high_without_loops": calm_high,
+                    **{f"speedup_mean_to_{n}": part["speedup_mean"] for n, part in by_length},
                     **{f"{part}_ms": ms for part, ms in round_ms.items()},
                 }
             )

@@ -148,13 +148,21 @@ def _entry(
         "diagnosis": diagnosis.sentence() if diagnosis and diagnosis.slow else None,
         "prefill_s": _mean(line["prefill_s"] for line in lines),
         "memory_mb": max(memory) if memory else None,
-        "speedup_by_length": _by_length(lines, table),
     }
 
 
 def _speedup(lines: list[Line], table: Table) -> dict[str, Any]:
+    """How the lines compare with the baseline's: whole answers, and their beginnings."""
+    lengths = table.config.settings.lengths or []
+    by_length = {str(length): _compared(lines, table, speed_to(length)) for length in lengths}
+    return {**_compared(lines, table, speed), "speedup_by_length": by_length}
+
+
+def _compared(
+    lines: list[Line], table: Table, of: Callable[[Line], float | None]
+) -> dict[str, Any]:
     """Mean, median and interval of the ratios to the baseline."""
-    ratios = _ratios(lines, table.baseline, speed)
+    ratios = _ratios(lines, table.baseline, of)
     every = [ratio for some in ratios.values() for ratio in some]
     return {
         "speedup_mean": mean_over_columns(ratios),
@@ -183,6 +191,16 @@ def speed(line: Line) -> float:
     return line["unit_tokens"] / (line["prefill_s"] + line["decode_s"])
 
 
+def speed_to(length: int) -> Callable[[Line], float | None]:
+    """Tokens a second of an answer's first `length` tokens; None for an answer that is shorter."""
+
+    def of(line: Line) -> float | None:
+        seconds = line["length_s"].get(str(length))
+        return length / seconds if seconds else None
+
+    return of
+
+
 def decode_speed(line: Line) -> float | None:
     """Tokens a second behind the first ones; None for an answer that has no more."""
     tokens = line["unit_tokens"] - line["first_tokens"]
@@ -206,19 +224,6 @@ def _total_speed(lines: list[Line]) -> float | None:
     seconds = sum((line["prefill_s"] + line["decode_s"]) / line["unit_size"] for line in lines)
     tokens = sum(line["unit_tokens"] / line["unit_size"] for line in lines)
     return tokens / seconds if seconds else None
-
-
-def _by_length(lines: list[Line], table: Table) -> dict[str, float]:
-    """The mean ratio of the times in which the first so many tokens were there."""
-    ratios = defaultdict(list)
-    for line in lines:
-        other = table.baseline(line)
-        if other is None:
-            continue
-        for length, seconds in line.get("length_s", {}).items():
-            if length in other["length_s"]:
-                ratios[length].append(other["length_s"][length] / seconds)
-    return {length: float(np.mean(some)) for length, some in ratios.items()}
 
 
 # --- rounds ---------------------------------------------------------------------------------------
