@@ -251,7 +251,8 @@ def test_training_lowers_the_loss(
 def test_a_killed_run_goes_on_exactly(
     folder: Path, data: Path, target: Target, tmp_path: Path
 ) -> None:
-    whole = train_config(folder, data, tmp_path / "whole", "eagle2")
+    # Lines of metrics do not end where checkpoints do.
+    whole = train_config(folder, data, tmp_path / "whole", "eagle2", log_steps=3)
     Trainer(whole, target).run()
 
     killed = whole.model_copy(update={"out": tmp_path / "killed"})
@@ -261,7 +262,7 @@ from specdec.target import Target
 from specdec.training.trainer import TrainConfig, Trainer
 
 def kill(now):
-    if now.values.get("step") == 10:
+    if now.values.get("step") == 9:
         os.kill(os.getpid(), signal.SIGKILL)
 
 config = TrainConfig.model_validate_json(sys.argv[1])
@@ -269,7 +270,7 @@ Trainer(config, Target.load(config.target.model, dtype="float32"), kill).run()
 """
     command = [sys.executable, "-c", script, killed.model_dump_json()]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    assert [line["step"] for line in metrics(killed.out)][-1] == 10
+    assert [line["step"] for line in metrics(killed.out)][-1] == 9
     assert not (killed.out / "drafter").exists()
     Trainer(killed, target).run()
     assert metrics(killed.out) == metrics(whole.out)

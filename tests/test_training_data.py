@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 import subprocess
@@ -204,6 +205,32 @@ def test_given_prompts_are_answered_once_each(target: Target, folder: Path, tmp_
     rows = {row["id"]: row for row in read_rows(config.out)}
     assert len(rows) == totals["rows"] >= 10
     assert rows["0-00000003-0"]["question"] == prompts[3]["prompt"]
+
+
+def test_a_target_without_a_chat_template_continues_given_prompts(
+    target: Target, folder: Path, tmp_path: Path
+) -> None:
+    base = copy.copy(target)
+    base.tokenizer = copy.deepcopy(target.tokenizer)
+    base.tokenizer.chat_template = None
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "w7 w8 w9 w10"}\n{"prompt": "w3 w11 w5"}\n')
+    config = data_config(
+        folder, tmp_path / "out", prompts=str(source), greedy_share=1.0, loops="trim"
+    )
+    DataSynthesis(base, config).run()
+    rows = list(read_rows(tmp_path / "out"))
+    assert [row["question"] for row in rows] == ["w7 w8 w9 w10", "w3 w11 w5"]
+    for row in rows:
+        prompt = base.tokenizer(row["question"], return_tensors="pt")["input_ids"]
+        assert row["prompt_ids"] == prompt[0].tolist()
+        written = base.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
+            max_new_tokens=len(row["answer_ids"]),
+        )  # fmt: skip
+        assert row["answer_ids"] == written[0, prompt.shape[1] :].tolist()
+    with pytest.raises(SpecdecError, match=r"give it texts to continue \(prompts\)"):
+        DataSynthesis(base, data_config(folder, tmp_path / "other"))
 
 
 def test_other_prompts_in_the_same_file_are_refused(

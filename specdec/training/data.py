@@ -119,7 +119,7 @@ class DataSynthesis:
     def __init__(self, target: Target, config: DataConfig) -> None:
         check_output_layer(target)
         self.target, self.config, self.out = target, config, config.out
-        self.turns = ChatTurns(target)
+        self.turns = ChatTurns(target, writes_questions=config.prompts is None)
         self._prompts = load_prompts(config.prompts) if config.prompts else None
 
     def run(self, report: Callable[[DataProgress], None] | None = None) -> Counter[str]:
@@ -226,6 +226,8 @@ def _folder_lock(out: Path) -> Iterator[None]:
 class ChatTurns:
     """The target's chat template as token ids: what stands before and between what is said.
 
+    A target without one continues a given prompt as it is; turns stand one behind the other.
+
     Attributes:
         opening: up to the first word of the user.
         to_answer: from the last word of the user to the first of the answer.
@@ -233,17 +235,22 @@ class ChatTurns:
         ends: ids that end a turn.
     """
 
-    def __init__(self, target: Target) -> None:
-        tokenizer = target.tokenizer
-        if not getattr(tokenizer, "chat_template", None):
+    def __init__(self, target: Target, writes_questions: bool = True) -> None:
+        self.tokenizer = tokenizer = target.tokenizer
+        if getattr(tokenizer, "chat_template", None):
+            first, second, third = (f"\u2402{number}\u2402" for number in range(3))
+            self.opening, self.to_answer = self._between([first])
+            self.to_user = self._between([first, second, third])[2]
+        elif writes_questions or tokenizer is None:
             raise SpecdecError(
                 f"{target.model.name_or_path or 'the target'} has no chat template, which says where "
-                "a user's words end and the answer begins: use a chat model as target"
+                "a user's words end and the answer begins: use a chat model as target, or give it "
+                "texts to continue (prompts)"
             )
-        self.tokenizer = tokenizer
-        first, second, third = (f"\u2402{number}\u2402" for number in range(3))
-        self.opening, self.to_answer = self._between([first])
-        self.to_user = self._between([first, second, third])[2]
+        else:
+            whole, bare = list(tokenizer("a")["input_ids"]), self.encode("a")
+            self.opening = whole[: len(whole) - len(bare)]
+            self.to_answer, self.to_user = [], []
         ends = target.default_eos
         ids = [*(ends if isinstance(ends, list) else [ends]), *tokenizer.all_special_ids]
         self.ends = frozenset(index for index in ids if index is not None)

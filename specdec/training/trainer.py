@@ -195,10 +195,12 @@ class Trainer:
             sums.add(self._step(step, plan.at(step)), plan.tokens(step))
             step += 1
             over = step == plan.steps or self.clock.is_over()
-            if step % self.config.log_steps == 0 or over:
+            saves = step % self.config.checkpoint_steps == 0 or over
+            # A line ends at every checkpoint: a run that goes on from there writes the same lines.
+            if step % self.config.log_steps == 0 or saves:
                 self._log(step, plan, sums)
                 sums = Sums()
-            if step % self.config.checkpoint_steps == 0 or over:
+            if saves:
                 self._evaluate(step, plan)
                 self._save(step)
         return self._save_drafter()
