@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -325,6 +326,19 @@ class Registry:
             raise SpecdecError(
                 f"{prefix}the plugin {plugin} cannot be loaded: {_reason(error)}.{hint}"
             ) from error
+
+    def sources(self) -> list[Path]:
+        """Where the code of the plugins lies that are not specdec's own: packages, or single files."""
+        found: set[str] = set()
+        for plugin in self._manager.get_plugins():
+            name = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
+            top = name.partition(".")[0]
+            if top == hookspecs.__name__.partition(".")[0]:
+                continue
+            module = sys.modules[top]
+            file = getattr(module, "__file__", None)  # a session at a prompt has none
+            found.update(getattr(module, "__path__", [file] if file else []))
+        return sorted(map(Path, found))
 
     def _call_only(self, plugin: object, hook: str, **arguments: Any) -> None:
         others = [other for other in self._manager.get_plugins() if other is not plugin]

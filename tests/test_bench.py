@@ -16,6 +16,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specdec import plugins
 from specdec.bench import store
 from specdec.bench.config import read, variants
 from specdec.bench.questions import QuestionSettings, load_questions
@@ -482,6 +483,24 @@ def test_runs_are_never_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     changed = BenchRun(read(path, ["questions.per_category=1", "temperature=0"]), tmp_path / "run")
     with pytest.raises(SpecdecError, match=r"other: weights\)"):
         changed.run()
+
+
+def test_a_changed_plugin_is_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "drafts"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from specdec import hookimpl\n\n@hookimpl\ndef specdec_register_policies(register):\n"
+        "    register('short', 'drafts.short:Short')\n"
+    )
+    (package / "short.py").write_text("LENGTH = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry = plugins.Registry()
+    monkeypatch.setattr(store, "registry", lambda: registry)
+    without = store.code_hash()
+    registry.add_listed("drafts", tmp_path)
+    before = store.code_hash()
+    (package / "short.py").write_text("LENGTH = 4\n")
+    assert len({without, before, store.code_hash()}) == 3
 
 
 def test_two_processes_give_the_rows_of_one(tmp_path: Path) -> None:

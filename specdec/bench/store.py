@@ -19,6 +19,7 @@ import yaml
 
 import specdec
 from specdec.errors import SpecdecError
+from specdec.plugins import registry
 from specdec.training.files import read_json, read_jsonl, write_atomically
 
 PACKAGES = ("torch", "transformers", "accelerate")
@@ -127,13 +128,14 @@ def describe_machine() -> dict[str, Any]:
 
 
 def code_hash() -> str:
-    """A hash of specdec's own files, the version of the code that measured."""
-    root = Path(specdec.__file__).parent
+    """A hash of specdec's own files and of all plugins', the version of the code that measured."""
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        if path.suffix in CODE:
-            digest.update(str(path.relative_to(root)).encode())
-            digest.update(path.read_bytes())
+    for root in [Path(specdec.__file__).parent, *registry().sources()]:
+        files = sorted(root.rglob("*")) if root.is_dir() else [root]
+        for path in files:
+            if path.suffix in CODE and path.is_file():
+                digest.update(str(path.relative_to(root.parent)).encode())
+                digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
