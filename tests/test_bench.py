@@ -19,11 +19,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specdec import plugins
 from specdec.bench import store
 from specdec.bench.config import read, variants
+from specdec.bench.peers import Peer
 from specdec.bench.questions import QuestionSettings, load_questions
 from specdec.bench.runner import BenchRun, Progress
-from specdec.bench.summary import is_looping, median_interval, summarise
+from specdec.bench.summary import (
+    Table,
+    find_differences,
+    is_looping,
+    median_interval,
+    ratios_of,
+    speed,
+    summarise,
+)
 from specdec.errors import SpecdecError
-from tests.bench_models import write_grid, write_questions
+from specdec.generation import GenerationSettings
+from specdec.target import Target
+from tests.bench_models import save_models, write_grid, write_questions
 
 AR = {"name": "autoregressive", "model": "some/model"}
 
@@ -349,9 +360,10 @@ def test_speed_ups_of_the_beginnings_come_from_the_times_at_which_tokens_were_th
         lines.append(
             {
                 "row": name, "method": name, "temperature": 0.0, "batch_size": 1,
-                "question": question.id, "category": "a", "column": "a", "unit_size": 1,
-                "unit_tokens": 4, "first_tokens": 1, "tokens": 4, "prefill_s": 1.0, "decode_s": 3.0,
-                "draft_s": 0.0, "verify_s": 0.0, "memory_mb": None, "looping": question is second,
+                "question": question.id, "category": "a", "column": "a", "unit": question.id,
+                "unit_size": 1, "unit_tokens": 4, "first_tokens": 1, "tokens": 4,
+                "prefill_s": 1.0, "decode_s": 3.0, "draft_s": 0.0, "verify_s": 0.0,
+                "memory_mb": None, "looping": question is second,
                 "turns": [{"token_ids": [1], "rounds": []}], "length_s": times,
             }
         )  # fmt: skip
@@ -366,6 +378,67 @@ def test_speed_ups_of_the_beginnings_come_from_the_times_at_which_tokens_were_th
     }  # fmt: skip
     assert found["4"]["speedup_mean"] == 2.0, "the second answer never had four tokens"
     assert entry["without_loops"]["speedup_by_length"]["2"]["speedup_mean"] == 1.0
+
+
+def test_a_batch_is_one_observation(bench_run: Path) -> None:
+    """Its rows are timed together, so their ratio is one and the same."""
+    lines = [line for line in lines_of(bench_run) if line["batch_size"] == 2]
+    assert len(lines) == 2 * len({(line["row"], line["unit"]) for line in lines})
+    table = Table(lines, read(bench_run.parent / "grid.yaml"))
+    pairs = [line for line in lines if line["method"] == "pairs"]
+    ratios = ratios_of(pairs, table.baseline, speed)
+    assert sum(map(len, ratios.values())) == len(pairs) / 2
+
+
+@pytest.mark.parametrize("stop", [None, 1, 2])
+def test_a_batch_of_transformers_is_kept_without_its_padding(
+    stop: int | None, tmp_path: Path
+) -> None:
+    target = Target.load(save_models(tmp_path)["target"], dtype="float32")
+    prompts = [target.tokenizer(text)["input_ids"] for text in ("user: one", "user: a longer one")]
+
+    def answers(stop: str | None, batch: list[list[int]]) -> list[list[int]]:
+        settings = GenerationSettings(max_new_tokens=24, temperature=0.0, stop=stop)
+        return Peer(target, settings, Peer.Params()).answer(batch, 0).token_ids
+
+    text = None
+    if stop is not None:  # what one of the rows writes on its way
+        written = target.tokenizer.decode(answers(None, prompts[:1])[0])
+        text = written[5 : 5 + stop]
+    alone = [answers(text, [prompt])[0] for prompt in prompts]
+    assert answers(text, prompts) == alone
+    assert (len(alone[0]) < 24) == (stop is not None)
+
+
+def test_a_tie_is_judged_on_the_scores_that_decide(tmp_path: Path) -> None:
+    """With a repetition penalty the target's choice is not the largest logit."""
+    models = save_models(tmp_path)
+    config = read(
+        {
+            "target": {"model": models["target"], "dtype": "float32"},
+            "generation": {"max_new_tokens": 8, "repetition_penalty": 5.0, "min_new_tokens": 8},
+            "drafter": "ngram",
+            "questions": {"per_category": 1},
+        }
+    )
+    target = Target.load(models["target"], dtype="float32")
+    prompt = target.tokenizer("user: again and again and again")["input_ids"]
+    peer = Peer(target, config.generation, Peer.Params())
+    right = peer.answer([prompt], 0).token_ids[0]
+    logits = target.model(torch.tensor([prompt + right[:-1]])).logits[0, len(prompt) - 1 :]
+    place = next(n for n, token in enumerate(right) if int(logits[n].argmax()) != token)
+    wrong = [*right[:place], int(logits[place].argmax())]
+    question = config.questions[0]
+    lines = [
+        {
+            "row": name, "question": question.id, "temperature": 0.0, "batch_size": 1,
+            "turns": [{"token_ids": tokens}],
+        }
+        for name, tokens in (("transformers", right), ("ngram + svip", wrong))
+    ]  # fmt: skip
+    (found,) = find_differences(lines, config, target, lambda talk: prompt)
+    assert (found["position"], found["tie"]) == (place, False)
+    assert found["gap"] > 0.01
 
 
 def test_the_oracle_drafts_what_is_accepted_and_one_token_more(bench_run: Path) -> None:

@@ -73,7 +73,7 @@ class Peer:
                 **arguments,
             )
             seconds = now(device) - clock.started
-        new = [_until_end(row, config.eos_token_id) for row in written[:, width:].tolist()]
+        new = self._without_padding(prompts, written[:, width:].tolist(), config)
         return Answer(
             token_ids=new,
             prefill_s=clock.marks[0][1],
@@ -82,6 +82,23 @@ class Peer:
             rounds=self._rounds(clock.counts, len(prompts)),
             memory_mb=memory.megabytes,
         )
+
+    def _without_padding(
+        self, prompts: list[list[int]], written: list[list[int]], config: GenerationConfig
+    ) -> list[list[int]]:
+        """What each row of a batch wrote before its end."""
+        import torch
+
+        from specdec.generation import StopRules, make_criteria
+
+        criteria = make_criteria(self.settings, [], self.target.tokenizer)
+        eos: Any = config.eos_token_id
+        rules = StopRules([config.max_new_tokens] * len(written), eos, criteria)
+        kept = []
+        for row, (prompt, tokens) in enumerate(zip(prompts, written, strict=True)):
+            prefix = torch.tensor(prompt, device=self.target.device)
+            kept.append(tokens[: rules.cut(row, 0, prefix, tokens)[0]])
+        return kept
 
     def _config(self) -> GenerationConfig:
         """Our settings in transformers' words; what they leave out is turned off, not inherited."""
@@ -218,11 +235,3 @@ class _Clock:
 
     def end(self) -> None:
         pass
-
-
-def _until_end(tokens: list[int], eos: list[int]) -> list[int]:
-    """A row of a batch without the padding behind its end."""
-    for place, token in enumerate(tokens):
-        if token in eos:
-            return tokens[: place + 1]
-    return tokens

@@ -20,6 +20,7 @@ from specdec.bench.config import PLAIN, BenchConfig, Row
 from specdec.bench.questions import Question, column_order
 from specdec.diagnosis import Diagnosis
 from specdec.draft import RoundOutcome
+from specdec.generation import eos_ids, make_processors
 from specdec.metrics import RoundRecord, Statistics
 from specdec.target import Target
 from specdec.training.pool import DISTINCT_SHARE, distinct_share
@@ -102,7 +103,7 @@ def _entry(
 ) -> dict[str, Any]:
     plain_pass = _plain_pass(row, column, table)
     statistics = statistics_of(lines)
-    over_plain = mean_over_columns(_ratios(lines, table.plain, decode_speed))
+    over_plain = mean_over_columns(ratios_of(lines, table.plain, decode_speed))
     drafts = row.peer is None and row.method != PLAIN
     diagnosis = Diagnosis.of(statistics, plain_pass, over_plain) if drafts and plain_pass else None
     greedy = row.temperature == 0
@@ -120,7 +121,7 @@ def _entry(
         "batch_size": row.batch_size,
         "questions": len(lines),
         **_speedup(lines, table),
-        "speedup_decode_mean": mean_over_columns(_ratios(lines, table.baseline, decode_speed)),
+        "speedup_decode_mean": mean_over_columns(ratios_of(lines, table.baseline, decode_speed)),
         "tau": statistics.tau,
         "alpha": statistics.alpha if drafts else None,
         "tokens_per_s": _total_speed(lines),
@@ -162,7 +163,7 @@ def _compared(
     lines: list[Line], table: Table, of: Callable[[Line], float | None]
 ) -> dict[str, Any]:
     """Mean, median and interval of the ratios to the baseline."""
-    ratios = _ratios(lines, table.baseline, of)
+    ratios = ratios_of(lines, table.baseline, of)
     every = [ratio for some in ratios.values() for ratio in some]
     return {
         "speedup_mean": mean_over_columns(ratios),
@@ -171,17 +172,21 @@ def _compared(
     }
 
 
-def _ratios(
+def ratios_of(
     lines: list[Line],
     counterpart: Callable[[Line], Line | None],
     of: Callable[[Line], float | None],
 ) -> dict[str, list[float]]:
-    """For each column, `of` the line over `of` its counterpart, question by question."""
+    """For each column, `of` the line over `of` its counterpart, question by question (batch by
+    batch)."""
     ratios = defaultdict(list)
+    units = set()
     for line in lines:
         other = counterpart(line)
         above, below = of(line), None if other is None else of(other)
-        if above and below:
+        # Rows of a batch were timed together: their one ratio is one observation.
+        if above and below and line["unit"] not in units:
+            units.add(line["unit"])
             ratios[line["column"]].append(above / below)
     return ratios
 
@@ -325,7 +330,7 @@ def find_differences(
                         "question": line["question"],
                         "turn": turn,
                         "position": position,
-                        **_closeness(target, prompt, line, baseline, turn, position),
+                        **_closeness(target, config, prompt, line, baseline, turn, position),
                     }
                 )
     return found
@@ -359,16 +364,26 @@ def _prompt(
 
 @torch.no_grad()
 def _closeness(
-    target: Target, prompt: list[int], line: Line, baseline: Line, turn: int, position: int
+    target: Target,
+    config: BenchConfig,
+    prompt: list[int],
+    line: Line,
+    baseline: Line,
+    turn: int,
+    position: int,
 ) -> dict[str, Any]:
-    """The two tokens' logits behind what both texts have in common."""
+    """The two tokens' scores (processed logits) behind what both texts have in common."""
     mine, other = line["turns"][turn]["token_ids"], baseline["turns"][turn]["token_ids"]
     if position >= min(len(mine), len(other)):
         return {"gap": None, "tie": False}  # one of them goes on where the other has ended
     ids = torch.tensor([prompt + mine[:position]], device=target.device)
-    logits = target.model(ids, use_cache=False).logits[0, -1].float()
-    top = float(logits.max())
-    pair = [float(logits[tokens[position]]) for tokens in (mine, other)]
+    logits = target.model(ids, use_cache=False).logits[:, -1].float()
+    settings = config.generation.model_copy(update={"temperature": 0.0})
+    scores = make_processors(settings, [], target.device)(ids, logits)[0]  # type: ignore[arg-type]
+    if position < settings.min_new_tokens:
+        scores[eos_ids(settings.eos_token_id, target.default_eos)] = -torch.inf
+    top = float(scores.max())
+    pair = [float(scores[tokens[position]]) for tokens in (mine, other)]
     step = torch.finfo(target.dtype).eps * abs(top)
     bound = max(TIE_STEPS * step, TIE_FLOOR * max(1.0, abs(top)))
     return {"gap": abs(pair[0] - pair[1]), "tie": top - min(pair) <= bound}
