@@ -113,6 +113,22 @@ def test_every_form_gives_the_speed_up_by_length(bench_run: Path, tmp_path: Path
     assert {(row["speedup_mean_to_8"], row["speedup_mean_to_16"]) for row in rows} == {("3.21", "")}
 
 
+def test_drafters_of_one_kind_have_charts_of_their_own(bench_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(bench_run, run)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    for row in config["rows"]:
+        if row["method"] == "autoregressive + svip":
+            row["drafter"]["model"] = "some/larger"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    write_report([run], tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    for title in ("Entropy against acceptance, ", "Acceptance by position, "):
+        for model in ("drafter", "larger"):
+            found = f"{title}autoregressive (model={model}), greedy" in page
+            assert found == (model == "larger" or title.startswith("Acceptance"))
+
+
 def test_the_page_needs_nothing_from_elsewhere(report: Path) -> None:
     page = (report / "report.html").read_text()
     assert "<script" not in page

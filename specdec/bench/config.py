@@ -470,6 +470,19 @@ def drafter_label(drafter: dict[str, Any]) -> str:
     return label
 
 
+def drafter_labels(drafters: Sequence[dict[str, Any]]) -> list[str]:
+    """A label for each, with what tells those of one kind apart in brackets."""
+    labels = [drafter_label(drafter) for drafter in drafters]
+    flat = [_flat(drafter) for drafter in drafters]
+    return [
+        label
+        + _difference(
+            spec, [other for name, other in zip(labels, flat, strict=True) if name == label]
+        )
+        for label, spec in zip(labels, flat, strict=True)
+    ]
+
+
 def _peer_label(peer: dict[str, Any]) -> str:
     return PEERS[peer["name"]].label
 
@@ -486,14 +499,14 @@ def _named(rows: list[Row]) -> list[Row]:
     """The rows with names of their own: what tells them apart stands in brackets."""
     by_method: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        spec = _flat(row)
+        spec = _parameters(row)
         if spec not in by_method[row.method]:
             by_method[row.method].append(spec)
     temperatures = {row.temperature for row in rows}
     sizes = {row.batch_size for row in rows}
     named = []
     for row in rows:
-        method = row.method + _difference(_flat(row), by_method[row.method])
+        method = row.method + _difference(_parameters(row), by_method[row.method])
         name = method
         name += f", T={row.temperature:g}" if len(temperatures) > 1 else ""
         name += f", B={row.batch_size}" if len(sizes) > 1 else ""
@@ -508,20 +521,20 @@ def _difference(spec: dict[str, Any], others: list[dict[str, Any]]) -> str:
     return f" ({', '.join(shown)})" if shown else ""
 
 
-def _flat(row: Row) -> dict[str, Any]:
-    """The parameters of a row under dotted names."""
+def _flat(parts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """What stands in nested mappings, under dotted names."""
     flat: dict[str, Any] = {}
-
-    def add(prefix: str, value: Any) -> None:
+    for key, value in parts.items():
         if isinstance(value, Mapping):
-            for key, inner in value.items():
-                add(f"{prefix}.{key}", inner)
+            flat.update(_flat(value, f"{prefix}{key}."))
         else:
-            flat[prefix] = value
-
-    for part in ("drafter", "policy", "peer"):
-        add(part, getattr(row, part) or {})
+            flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _parameters(row: Row) -> dict[str, Any]:
+    parts = {"drafter": row.drafter, "policy": row.policy, "peer": row.peer}
+    return _flat({name: part or {} for name, part in parts.items()})
 
 
 def _shown(value: Any) -> str:

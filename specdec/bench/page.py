@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
@@ -12,7 +13,7 @@ import numpy as np
 
 from specdec.bench import charts
 from specdec.bench.charts import Bar, Series
-from specdec.bench.config import PLAIN, drafter_label
+from specdec.bench.config import PLAIN, drafter_labels
 from specdec.bench.report import (
     Run,
     about,
@@ -294,13 +295,14 @@ def _draft_cards(run: Run) -> list[tuple[str, str]]:
 def _panels(run: Run) -> Iterator[tuple[Setting, str, list[str]]]:
     """For each setting and drafter the methods that use it."""
     for setting in run.settings:
-        by_drafter = defaultdict(list)
+        by_drafter: dict[str, list[str]] = defaultdict(list)
         for method in run.methods(setting):
             row = run.row(method, setting)
             if row["drafter"] and method != PLAIN:
-                by_drafter[drafter_label(row["drafter"])].append(method)
-        for drafter, methods in by_drafter.items():
-            yield setting, drafter, methods
+                by_drafter[json.dumps(row["drafter"], sort_keys=True)].append(method)
+        labels = drafter_labels([json.loads(drafter) for drafter in by_drafter])
+        for label, methods in zip(labels, by_drafter.values(), strict=True):
+            yield setting, label, methods
 
 
 def _policy_label(method: str, drafter: str) -> str:
