@@ -8,6 +8,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from specdec.check import check_sampling
+from specdec.cli.check import BEGINNING
 from specdec.decoder import SpeculativeDecoder
 from specdec.target import Target
 from tests.tiny import llama, noisy
@@ -91,3 +93,6 @@ def test_each_drafts_for_its_target(
     ids = torch.tensor([prompt])
     written = target.model.generate(ids, do_sample=False, max_new_tokens=32)
     assert output.token_ids[0] == written[0, len(prompt) :].tolist()
+    sampled = check_sampling(decoder, target.tokenizer(BEGINNING)["input_ids"])
+    assert sampled.passed
+    assert sampled.drafted
