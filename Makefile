@@ -50,6 +50,8 @@ docs: $(VENV)/.installed-dev  ## build the documentation into site/, warnings ar
 bench: $(VENV)/.installed-dev  ## the quick benchmark: drafters and policies against transformers
 	$(BIN)/specdec bench benchmarks/specbench-quick.yaml
 
+LONG_PROMPTS = --set prompts=data/prompts/long.jsonl --set seed=3 --set batch_size=48 --set shard_size=256
+
 .PHONY: train-smollm2
 train-smollm2: $(VENV)/.installed-dev  ## make the drafters of the SmolLM2 pack again (hours)
 	$(BIN)/specdec data $(RECIPES)/data.yaml
@@ -59,12 +61,19 @@ train-smollm2: $(VENV)/.installed-dev  ## make the drafters of the SmolLM2 pack 
 	$(BIN)/specdec train $(RECIPES)/first/glide.yaml
 	$(BIN)/python $(RECIPES)/prompts.py data/prompts
 	$(BIN)/specdec data $(RECIPES)/data-prompts.yaml
-	$(BIN)/specdec data $(RECIPES)/data-prompts.yaml --set prompts=data/prompts/long.jsonl \
-		--set out=data/smollm2-long --set seed=3 --set answer_tokens=70000 \
-		--set batch_size=48 --set shard_size=256
-	$(BIN)/specdec train $(RECIPES)/ar.yaml
-	$(BIN)/specdec train $(RECIPES)/eagle2.yaml
-	$(BIN)/specdec train $(RECIPES)/glide.yaml
+	$(BIN)/specdec data $(RECIPES)/data-prompts.yaml $(LONG_PROMPTS) \
+		--set out=data/smollm2-long --set answer_tokens=70000
+	$(BIN)/specdec train $(RECIPES)/second/ar.yaml
+	$(BIN)/specdec train $(RECIPES)/second/eagle2.yaml
+	$(BIN)/specdec train $(RECIPES)/second/glide.yaml
+	test -e data/smollm2-short-all || cp -r data/smollm2-short data/smollm2-short-all
+	$(BIN)/specdec data $(RECIPES)/data-prompts.yaml \
+		--set out=data/smollm2-short-all --set answer_tokens=500000
+	test -e data/smollm2-long-all || cp -r data/smollm2-long data/smollm2-long-all
+	$(BIN)/specdec data $(RECIPES)/data-prompts.yaml $(LONG_PROMPTS) \
+		--set out=data/smollm2-long-all --set answer_tokens=500000  # all there are
+	$(BIN)/specdec train $(RECIPES)/third/eagle2.yaml
+	$(BIN)/specdec train $(RECIPES)/third/glide.yaml
 	$(BIN)/python $(RECIPES)/pack.py runs
 
 .PHONY: install

@@ -26,6 +26,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     },
     "smollm2-135m-glide": {"name": "glide", "checkpoint": "smollm2-135m-glide"},
 }  # fmt: skip
+RECIPES = Path(__file__).parents[1] / "plugins/specdec-smollm2/recipes"
 names = pytest.mark.parametrize("name", DRAFTERS)
 MEGABYTES = {"smollm2-135m-ar": 20, "smollm2-135m-eagle2": 12, "smollm2-135m-glide": 12}
 
@@ -46,10 +47,18 @@ def test_each_has_a_card_and_the_configuration_that_made_it(name: str) -> None:
     card = (FOLDER / name / "README.md").read_text()
     for part in ("Apache-2.0", "specdec train", "τ"):
         assert part in card
-    for made in ("training-first.yaml", "training.yaml"):
-        assert made in card
-        config = read_settings(TrainConfig, FOLDER / name / made, [], check_drafter)
+    stages = sorted((FOLDER / name).glob("training-*.yaml"))
+    assert len(stages) >= 2
+    begun_with = None
+    for made in stages:  # first, second, third
+        assert made.name in card
+        config = read_settings(TrainConfig, made, [], check_drafter)
         assert config.drafter.name == DRAFTERS[name]["name"]
+        assert config.init_from == begun_with
+        begun_with = f"{config.out}/drafter"
+        stage = made.stem.removeprefix("training-")
+        recipe = RECIPES / stage / f"{name.removeprefix('smollm2-135m-')}.yaml"
+        assert made.read_text() == recipe.read_text()
 
 
 def test_an_embedding_that_was_taken_out_is_put_back(tmp_path: Path) -> None:

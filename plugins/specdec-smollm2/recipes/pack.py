@@ -1,7 +1,7 @@
 """Take trained drafters over into the package: `python pack.py RUNS`.
 
-RUNS holds the run folders that the recipes beside this file name. Both configurations that made a
-drafter go with it: `training-first.yaml`, and `training.yaml`, which went on from there.
+RUNS holds the run folders that the recipes beside this file name. The configurations of all stages that
+made a drafter go with it: `training-first.yaml`, `training-second.yaml`, which went on from there, and so on.
 """
 
 import shutil
@@ -14,8 +14,14 @@ RECIPES = Path(__file__).parent
 
 for kind in ("ar", "eagle2", "glide"):
     name = f"smollm2-135m-{kind}"
-    take_apart(Path(sys.argv[1]) / name / "drafter", FOLDER / name)
-    shutil.copyfile(RECIPES / "first" / f"{kind}.yaml", FOLDER / name / "training-first.yaml")
-    shutil.copyfile(RECIPES / f"{kind}.yaml", FOLDER / name / "training.yaml")
+    stages = [
+        stage
+        for stage in ("first", "second", "third")
+        if (RECIPES / stage / f"{kind}.yaml").exists()
+    ]
+    take_apart(Path(sys.argv[1]) / stages[-1] / name / "drafter", FOLDER / name)
+    for stage in stages:
+        made = FOLDER / name / f"training-{stage}.yaml"
+        shutil.copyfile(RECIPES / stage / f"{kind}.yaml", made)
     size = sum(path.stat().st_size for path in (FOLDER / name).iterdir())
     print(f"{FOLDER / name}: {size / 1e6:.1f} MB")
