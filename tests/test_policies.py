@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specdec import SpecdecError, SpeculativeDecoder
+from specdec import SpecdecError, SpeculativeDecoder, config
 from specdec.draft import DraftStep, RoundOutcome
 from specdec.drafters.autoregressive import AutoregressiveDrafter
+from specdec.plugins import make_policy
 from specdec.policies import (
     ConfidencePolicy,
     FixedPolicy,
@@ -294,3 +295,15 @@ def test_two_generations_of_one_policy():
         output = decoder.generate(PROMPT, max_new_tokens=16)
         assert output.rounds[0].draft_length == [2]
         assert output.token_ids == [plain(TARGET, PROMPT, 16)]
+
+
+def test_the_oracle_is_for_benchmarks_only(tmp_path):
+    with pytest.raises(SpecdecError, match=r"policy.name: 'oracle' .* in 'specdec bench' only"):
+        config.read({"drafter": "ngram", "policy": "oracle"})
+    with pytest.raises(SpecdecError, match=r"'oracle' is for analysis"):
+        SpeculativeDecoder(llama(), "ngram", "oracle")
+    path = tmp_path / "config.yaml"
+    path.write_text("drafter: ngram\npolicy: oracle\n")
+    with pytest.raises(SpecdecError, match=r"config.yaml:2: policy.name: 'oracle'"):
+        config.read(path)
+    assert make_policy("oracle", analysis=True).params.max_length == 20
