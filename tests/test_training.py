@@ -78,14 +78,20 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 # --- what is trained is what is used -------------------------------------------------------------
 
 
-@kinds
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in KINDS),
+        ("glide", {"layers": 2, "target_layers": [1, 1], "intermediate_size": 24}),
+    ],
+)
 def test_a_trained_drafter_drafts_what_training_saw(
-    kind: str, folder: Path, data: Path, target: Target, tmp_path: Path
+    kind: str, options: dict[str, Any], folder: Path, data: Path, target: Target, tmp_path: Path
 ) -> None:
     """The chains of the training forward against the rounds of the decoder, token by token."""
     config = train_config(
         folder, data, tmp_path, kind, epochs=60, held_out=0.0, checkpoint_steps=10**6,
-        learning_rate=6e-3,
+        learning_rate=6e-3, drafter={"name": kind, **KINDS[kind], **options},
     )  # fmt: skip
     trainer = Trainer(config, target)
     where = trainer.run()
@@ -135,14 +141,24 @@ def _accepted_in_training(trainer: Trainer, index: int, root: int, depth: int) -
 
 
 def _accepted_by_glide(trainer: Trainer, batch: Batch, root: int, depth: int) -> int:
-    """Blocks begin at multiples of their size; a block size of `root` makes one begin at the root."""
+    """Blocks begin at multiples of their size; a block size of `root` makes one begin at the root.
+
+    What the tokens before it read of the target counts in the second layer: that the text reads all
+    that came before, as in blocks of one token.
+    """
     params = trainer.recipe.params
     trainer.recipe.params = params.model_copy(update={"block_size": root})
-    try:
-        with torch.no_grad():
-            outcome = trainer.recipe(batch, None)
-    finally:
-        trainer.recipe.params = params
+
+    def mask(length: int, size: int, device: torch.device, offset: int) -> torch.Tensor:
+        tokens = torch.arange(length)
+        ends = torch.where(tokens < size, tokens, size)
+        return (tokens < ends[:, None])[None]
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        if params.layers > 1:
+            patch.setattr("specdec.training.glide.block_mask", mask)
+        outcome = trainer.recipe(batch, None)
+    trainer.recipe.params = params
     right = outcome.agreed[:depth].int() if root >= depth else None
     assert right is not None
     assert outcome.count[:depth].tolist() == [1] * depth
@@ -324,6 +340,10 @@ def test_another_number_of_processes_is_refused(
         ),
         ({"name": "autoregressive", "layers": [2]}, "has layers 0 to 1"),
         ({"name": "glide", "layers": 3}, r"the target has 2 layers to read \(found 3\)"),
+        (
+            {"name": "glide", "target_layers": [2]},
+            r"1 layers onto the target's layers \[2\] \(which has 2\)",
+        ),
     ],
 )
 def test_options_that_do_not_fit_the_target_say_so(

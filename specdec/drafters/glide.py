@@ -41,8 +41,9 @@ class GlideDrafter(ChainDrafter):
     new root; then each drafted token takes a pass of its own. In all of them the cross-attention
     reads every position that the target has verified (the root is not among them yet), in place, in
     the target's own cache. Nothing else is masked: the prompt is read with its own later positions
-    in sight. The model's own cache keeps what lies before the root: the root and what is accepted
-    behind it are read again in the next round, with what the target has computed for them by then.
+    in sight, unless the model says `causal_text`. The model's own cache keeps what lies before the
+    root: the root and what is accepted behind it are read again in the next round, with what the
+    target has computed for them by then.
 
     Source: Du et al. 2024, "GliDe with a CaPE" (arXiv 2402.02082).
     """
@@ -89,7 +90,7 @@ class GlideDrafter(ChainDrafter):
             state,
             begun,
             self.model.device,
-            lambda tokens, starts, last: self._read(tokens, starts)[every, last],
+            lambda tokens, starts, last: self._read(tokens, starts, text=True)[every, last],
         )
         self.cache.lengths = [max(start, end - 1) for start, end in zip(begun, ends, strict=True)]
         return self.logits(hidden)
@@ -113,13 +114,20 @@ class GlideDrafter(ChainDrafter):
             slots = torch.arange(max(cache.lengths), device=self.model.device)
             self.cross_mask = slots < lengths[:, None, None]
 
-    def _read(self, tokens: Tensor, starts: list[int]) -> Tensor:
-        """`[B, T, H]` for `tokens [B, T]` at positions `starts[b]`, `starts[b] + 1`, ..."""
+    def _read(self, tokens: Tensor, starts: list[int], text: bool = False) -> Tensor:
+        """`[B, T, H]` for `tokens [B, T]` at positions `starts[b]`, `starts[b] + 1`, ...
+
+        Args:
+            text: they are committed, not drafted.
+        """
         device, count = tokens.device, tokens.shape[1]
         self.cache.place(starts, count)
         positions = send(starts, device)[:, None] + torch.arange(count, device=device)
-        mask = masks.causal(starts, count, self.cache.used, device)
-        return self.model(tokens, positions, self.target, mask, self.cross_mask, self.cache)
+        mask, cross_mask = masks.causal(starts, count, self.cache.used, device), self.cross_mask
+        if text and self.model.config.causal_text:
+            slots = torch.arange(self.target[0][0].shape[2], device=device)
+            cross_mask = slots < positions[..., None]
+        return self.model(tokens, positions, self.target, mask, cross_mask, self.cache)
 
 
 KeysValues = tuple[Tensor, Tensor]
@@ -130,6 +138,9 @@ class GlideConfig(BaseModel):
     """`config.json` of a GliDe model, in the official form. Other keys are kept as they are.
 
     The `large_` keys are sizes of the target: its hidden size, its query heads and their size.
+    Two keys are not in the official form. `large_layers`: which of the target's layers each layer
+    reads, where these are not its last ones. `causal_text`: the text is read as in training, each
+    token with what came before it in sight; only a model of several layers can tell the difference.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -150,6 +161,8 @@ class GlideConfig(BaseModel):
     large_hidden_size: int = Field(gt=0)
     large_num_attention_heads: int = Field(gt=0)
     large_head_dim: int | None = Field(None, gt=0)
+    large_layers: list[int] | None = None
+    causal_text: bool = False
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **keys: Any) -> GlideConfig:
@@ -175,22 +188,30 @@ class GlideConfig(BaseModel):
     def target_head_dim(self) -> int:
         return self.large_head_dim or self.large_hidden_size // self.large_num_attention_heads
 
+    def target_layers(self, depth: int) -> list[int]:
+        """For each layer, which one it reads of the `depth` layers that the target has."""
+        last = range(depth - self.num_hidden_layers, depth)
+        return list(last) if self.large_layers is None else list(self.large_layers)
+
     def llama(self) -> LlamaConfig:
         """The sizes of this model itself, as transformers' classes read them."""
-        keys = self.model_dump(include=set(GlideConfig.model_fields))
+        keys = self.model_dump(include=set(GlideConfig.model_fields) - {"causal_text"})
         return LlamaConfig(**{name: keys[name] for name in keys if not name.startswith("large_")})
 
     def official(self) -> dict[str, Any]:
         """What `config.json` holds."""
         fixed = {"architectures": ["smallLlamaForCausalLM"], "model_type": "llama"}
-        return fixed | self.model_dump(mode="json")
+        own = {"large_layers", "causal_text"}
+        said = {name for name in own if getattr(self, name)}
+        return fixed | self.model_dump(mode="json", exclude=own - said)
 
 
 class GlideModel(nn.Module):
     """Llama layers with a cross-attention onto the target's keys and values in their middle.
 
-    Layer i of n reads target layer N - n + i of N. The same forward serves training (whole
-    sequences, no cache) and drafting (a cache). Parameters have the official names.
+    Layer i of n reads target layer N - n + i of N, or the one that the config names. The same forward
+    serves training (whole sequences, no cache) and drafting (a cache). Parameters have the official
+    names.
 
     Args:
         config: sizes.
@@ -209,7 +230,7 @@ class GlideModel(nn.Module):
         super().__init__()
         self.config = config
         depth = target.config.get_text_config(decoder=True).num_hidden_layers
-        self.target_layers = list(range(depth - config.num_hidden_layers, depth))
+        self.target_layers = config.target_layers(depth)
         rotations = [Rotation.of_layer(target, layer) for layer in self.target_layers]
         self.model = GlideDecoder(config, rotations, own_embedding=embedding is None)
         size = config.hidden_size, config.vocab_size
@@ -556,10 +577,11 @@ def check_fits(
         for name, (ours, theirs) in pairs.items()
         if ours != theirs
     ]
-    if config.num_hidden_layers > text.num_hidden_layers:
+    depth = text.num_hidden_layers
+    layers = config.target_layers(depth)
+    if any(not 0 <= layer < depth for layer in layers) or len(layers) != config.num_hidden_layers:
         faults.append(
-            f"{config.num_hidden_layers} layers, each onto one of the target's "
-            f"(which has {text.num_hidden_layers})"
+            f"{config.num_hidden_layers} layers onto the target's layers {layers} (which has {depth})"
         )
     if shares and config.hidden_size != sizes["hidden_size"]:
         faults.append(

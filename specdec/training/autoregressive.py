@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from specdec.errors import SpecdecError
 from specdec.params import Params as ParamsBase
 from specdec.target import Target
-from specdec.training.layers import decoder_layers, decoder_layers_of
+from specdec.training.layers import decoder_layers, decoder_layers_of, narrow
 from specdec.training.losses import Distance, OutputRows, distill
 from specdec.training.recipe import Batch, Outcome, Recipe, chains_of
 
@@ -106,7 +106,7 @@ def make_smaller(
     for layer, index in zip(decoder_layers_of(model), layers, strict=True):
         state = {name: tensor.float() for name, tensor in sources[index].state_dict().items()}
         if intermediate_size is not None:
-            state = _narrow(state, intermediate_size)
+            state = narrow(state, intermediate_size)
         layer.load_state_dict(state)
     return model
 
@@ -118,20 +118,3 @@ def _copy_rest(model: PreTrainedModel, source: PreTrainedModel) -> None:
     for name, tensor in model.named_parameters():
         if id(tensor) not in inside:
             tensor.copy_(found[name])
-
-
-def _narrow(state: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    """The `size` neurons of a gated MLP with the largest weights."""
-    names = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
-    if any(name not in state for name in names):
-        raise SpecdecError(
-            "drafter.intermediate_size: the target has no MLPs with gate, up and down"
-        )
-    gate, up, down = (state[name] for name in names)
-    if size > len(gate):
-        raise SpecdecError(
-            f"drafter.intermediate_size: the target's MLPs have {len(gate)} neurons (found {size})"
-        )
-    strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
-    kept = strength.topk(size).indices.sort().values
-    return state | dict(zip(names, (gate[kept], up[kept], down[:, kept]), strict=True))

@@ -11,11 +11,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from specdec.drafters.glide import GlideConfig, GlideModel, block_mask, causal_mask
+from specdec.drafters.glide import GlideConfig, GlideModel, block_mask, causal_mask, check_fits
 from specdec.errors import SpecdecError
 from specdec.params import Params as ParamsBase
 from specdec.target import Target
-from specdec.training.layers import decoder_layers
+from specdec.training.layers import decoder_layers, narrow
 from specdec.training.losses import Distance, Distilled, OutputRows, distill
 from specdec.training.recipe import Batch, Outcome, Recipe
 
@@ -32,7 +32,14 @@ class GlideRecipe(Recipe):
 
     class Params(ParamsBase):
         name: Literal["glide"]
-        layers: int = Field(1, ge=1, description="layers, each onto one of the target's last")
+        layers: int = Field(1, ge=1, description="layers, each onto one of the target's")
+        target_layers: list[int] | None = Field(
+            None,
+            description="which of the target's layers each one reads; by default its last ones",
+        )
+        intermediate_size: int | None = Field(
+            None, ge=1, description="neurons of each MLP (begun with the target's strongest ones)"
+        )
         block_size: int = Field(5, ge=1, description="tokens of a block: longest draft trained for")
         by: Distance = Field("kl", description="distance of the distributions: kl or tv")
         start: Literal["target", "random"] = Field(
@@ -48,9 +55,15 @@ class GlideRecipe(Recipe):
             raise SpecdecError(
                 f"drafter.layers: the target has {count} layers to read (found {params.layers})"
             )
+        sizes = {"num_hidden_layers": params.layers, "block_size": params.block_size}
+        if params.intermediate_size is not None:
+            sizes["intermediate_size"] = params.intermediate_size
+        # From the second layer on it shows in later tokens what a token of the text has read.
+        causal = params.layers > 1
         config = GlideConfig.for_target(
-            target.model, num_hidden_layers=params.layers, block_size=params.block_size
+            target.model, **sizes, large_layers=params.target_layers, causal_text=causal
         )
+        check_fits(config, target.model, "drafter")
         embedding, layer = target.model.get_input_embeddings(), target.model.get_output_embeddings()
         self.glide = GlideModel(config, target.model, embedding, layer)
         if params.start == "target":
@@ -115,13 +128,14 @@ def _start_from_target(glide: GlideModel, target: Target) -> None:
     The queries onto the target's last layers are those layers' own; what they find adds nothing at
     first. A target whose tensors have other names or shapes leaves the random weights.
     """
-    count = len(glide.target_layers)
-    layers = decoder_layers(target)
-    taken = {
-        f"model.layers.{index}.{name}": tensor
-        for index in range(count)
-        for name, tensor in layers[index].state_dict().items()
-    }
+    layers, size = decoder_layers(target), glide.config.intermediate_size
+    taken: dict[str, Tensor] = {}
+    for index in range(len(glide.target_layers)):
+        state = layers[index].state_dict()
+        gate = state.get("mlp.gate_proj.weight")
+        if gate is not None and size < len(gate):
+            state = narrow(state, size)
+        taken |= {f"model.layers.{index}.{name}": tensor for name, tensor in state.items()}
     for index, layer in enumerate(glide.target_layers):
         queries = layers[layer].state_dict().get("self_attn.q_proj.weight")
         if queries is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.cache import SlotCache
@@ -42,3 +42,20 @@ def check_output_layer(target: Target) -> None:
             f"{type(target.model).__name__} scales or caps its logits behind the output layer, which "
             "training does not do yet: the drafter would learn another distribution"
         )
+
+
+def narrow(state: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    """The `size` neurons of a gated MLP with the largest weights."""
+    names = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+    if any(name not in state for name in names):
+        raise SpecdecError(
+            "drafter.intermediate_size: the target has no MLPs with gate, up and down"
+        )
+    gate, up, down = (state[name] for name in names)
+    if size > len(gate):
+        raise SpecdecError(
+            f"drafter.intermediate_size: the target's MLPs have {len(gate)} neurons (found {size})"
+        )
+    strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+    kept = strength.topk(size).indices.sort().values
+    return state | dict(zip(names, (gate[kept], up[kept], down[:, kept]), strict=True))
