@@ -154,11 +154,19 @@ def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         ({"generation": {"max_tokens": 3}}, "generation.max_tokens: unknown key"),
         (
             {"policy": "svip", "rows": [{"policy": "fixed"}, {"policy": "heuristic"}]},
-            "policy: every row gives its own, so what stands above them would count for none",
+            "policy: every row gives its own policy, so what stands above them would count for none",
         ),
         (
             {"temperature": 1, "rows": [{"temperature": 0}]},
             "temperature: every row gives its own",
+        ),
+        (
+            {"generation": {"temperature": 1}, "rows": [{"temperature": 0}]},
+            "generation.temperature: every row gives its own temperature",
+        ),
+        (
+            {"generation": {"temperature": 1}, "temperature": 0},
+            "generation.temperature: temperature is given too; keep one.",
         ),
         (
             {"lengths": [8], "batch_size": [1, 2]},

@@ -165,7 +165,7 @@ def _check(document: dict[str, Any], folder: Path, name: str, places: Places) ->
     target = document.get("target") or base.default_of("target", None)
     questions = _check_questions(document.get("questions"))
     generation = dict(document.get("generation") or {})
-    temperature = generation.pop("temperature", 0.0)
+    temperature = generation.pop("temperature", None)
     settings = {key: document[key] for key in Settings.model_fields if key in document}
     grid = _Grid(document, folder, temperature)
     config = BenchConfig(
@@ -232,12 +232,17 @@ class _Grid:
 
     def __init__(self, document: dict[str, Any], folder: Path, temperature: Any) -> None:
         self.document, self.folder = document, folder
+        self.given = {key: key for key in ROW_KEYS if key in document}
+        if temperature is not None:
+            self.given["temperature"] = "generation.temperature"
+            if "temperature" in document:
+                raise SpecdecError("generation.temperature: temperature is given too; keep one.")
         self.skipped: dict[str, str] = {}
         self.target = document.get("target") or base.default_of("target", None)
         self.defaults = {
             "drafter": document.get("drafter") or base.default_of("drafter", self.target),
             "policy": document.get("policy") or base.default_of("policy", self.target),
-            "temperature": document.get("temperature", temperature),
+            "temperature": document.get("temperature", 0.0 if temperature is None else temperature),
             "batch_size": document.get("batch_size", 1),
         }
 
@@ -264,13 +269,11 @@ class _Grid:
 
     def _check_used(self, blocks: list[Any]) -> None:
         """Refuse what stands above the rows, or came with --set, and counts for none of them."""
-        for key in self.defaults:
-            if key in self.document and all(
-                isinstance(block, Mapping) and key in block for block in blocks
-            ):
+        for key, place in self.given.items():
+            if all(isinstance(block, Mapping) and key in block for block in blocks):
                 raise SpecdecError(
-                    f"{key}: every row gives its own, so what stands above them would count for "
-                    "none; change the rows, or leave it out."
+                    f"{place}: every row gives its own {key}, so what stands above them would count "
+                    "for none; change the rows, or leave it out."
                 )
 
     def _complete(self, section: str, value: Any) -> Any:
