@@ -58,14 +58,12 @@ train-smollm2: $(VENV)/.installed-dev  ## make the drafters of the SmolLM2 pack 
 	$(BIN)/specdec data $(RECIPES)/data.yaml --set seed=1 --set out=data/smollm2-1
 	$(BIN)/specdec train $(RECIPES)/first/ar.yaml
 	$(BIN)/specdec train $(RECIPES)/first/eagle2.yaml
-	$(BIN)/specdec train $(RECIPES)/first/glide.yaml
 	$(BIN)/python $(RECIPES)/prompts.py data/prompts
 	$(BIN)/specdec data $(RECIPES)/data-prompts.yaml
 	$(BIN)/specdec data $(RECIPES)/data-prompts.yaml $(LONG_PROMPTS) \
 		--set out=data/smollm2-long --set answer_tokens=70000
 	$(BIN)/specdec train $(RECIPES)/second/ar.yaml
 	$(BIN)/specdec train $(RECIPES)/second/eagle2.yaml
-	$(BIN)/specdec train $(RECIPES)/second/glide.yaml
 	test -e data/smollm2-short-all || cp -r data/smollm2-short data/smollm2-short-all
 	$(BIN)/specdec data $(RECIPES)/data-prompts.yaml \
 		--set out=data/smollm2-short-all --set answer_tokens=500000
@@ -74,6 +72,7 @@ train-smollm2: $(VENV)/.installed-dev  ## make the drafters of the SmolLM2 pack 
 		--set out=data/smollm2-long-all --set answer_tokens=500000  # all there are
 	$(BIN)/specdec train $(RECIPES)/third/eagle2.yaml
 	$(BIN)/specdec train $(RECIPES)/third/glide.yaml
+	$(BIN)/specdec train $(RECIPES)/fourth/glide.yaml
 	$(BIN)/python $(RECIPES)/pack.py runs
 
 .PHONY: install

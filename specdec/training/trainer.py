@@ -359,7 +359,8 @@ class Trainer:
             except (OSError, SafetensorError) as error:
                 raise SpecdecError(f"cannot write {folder}: {error}") from error
             if self.output.ids is not None:
-                write_atomically(folder / "draft_vocab.json", json.dumps(self.output.ids.tolist()))
+                ids = json.dumps(self.output.ids.tolist(), separators=(",", ":"))
+                write_atomically(folder / "draft_vocab.json", ids)
         self.accelerator.wait_for_everyone()
         return folder
 
