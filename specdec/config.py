@@ -78,6 +78,11 @@ class TargetConfig(Params):
     attn_implementation: Literal["sdpa", "eager"] | None = Field(
         None, description="transformers' attention; by default its own choice"
     )
+    pack: bool = Field(
+        False,
+        description="on a CPU, in bfloat16: lay the weights out once for its matrix units; faster, "
+        "and their memory twice",
+    )
 
 
 def load(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from specdec import masks
 from specdec.cache import SlotCache
 from specdec.errors import SpecdecError
 from specdec.host import send
+from specdec.packing import PackedWeights
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 ALIBI = {"bloom", "mpt"}
@@ -51,6 +53,7 @@ class CachedModel:
         self.config = model.config.get_text_config(decoder=True)
         self.window = _check(model, self.config, role)
         self._cache_argument = _cache_argument(model)
+        self.packed: PackedWeights | nullcontext[None] = nullcontext()
 
     @property
     def device(self) -> torch.device:
@@ -108,7 +111,8 @@ class CachedModel:
         # Only for this pass: the output layer may be shared with another model, and is the user's.
         hook = self.model.get_output_embeddings().register_forward_pre_hook(request)
         try:
-            logits = self.model(**inputs).logits
+            with self.packed:
+                logits = self.model(**inputs).logits
         finally:
             hook.remove()
         return ModelPass(logits, request.features)

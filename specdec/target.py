@@ -15,6 +15,7 @@ from specdec.draft import DraftTree, RoundOutcome
 from specdec.errors import SpecdecError
 from specdec.host import send
 from specdec.model import CachedModel
+from specdec.packing import PackedWeights
 
 if TYPE_CHECKING:
     from specdec.state import GenerationState
@@ -67,11 +68,16 @@ class Target(CachedModel):
         device: str | None = None,
         device_map: Any = None,
         attn_implementation: str | None = None,
+        pack: bool = False,
     ) -> Target:
         """Load a registered name, a hub id or a folder, with its tokenizer.
 
+        Args:
+            pack: keep a second copy of the linear layers' weights in the layout that a CPU with
+                bfloat16 instructions reads; see `specdec.packing.PackedWeights`.
+
         Raises:
-            SpecdecError: no such model, or one that cannot be used.
+            SpecdecError: no such model, one that cannot be used, or one that cannot be packed.
         """
         loaded, tokenizer = load_pretrained(
             model,
@@ -81,7 +87,10 @@ class Target(CachedModel):
             device_map=device_map,
             attn_implementation=attn_implementation,
         )
-        return cls(loaded, tokenizer)
+        target = cls(loaded, tokenizer)
+        if pack:
+            target.packed = PackedWeights(loaded)
+        return target
 
     @property
     def default_eos(self) -> int | list[int] | None:

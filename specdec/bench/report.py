@@ -317,7 +317,10 @@ def about(run: Run) -> str:
         ", ".join(machine["devices"]) or f"{machine['processor']}, {machine['threads']} threads"
     )
     target = config["target"]
-    named = f"{target['model']} ({target['dtype']})" if isinstance(target, dict) else target
+    named = target
+    if isinstance(target, dict):
+        packed = ", packed in specdec's rows" if target.get("pack") else ""
+        named = f"{target['model']} ({target['dtype']}{packed})"
     return (
         f"{config['questions']['number']} questions of {config['questions']['source']}, "
         f"at most {config['generation']['max_new_tokens']} new tokens; target {named}; "

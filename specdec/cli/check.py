@@ -45,7 +45,7 @@ def check(config: ConfigFile = None, settings: Settings = None) -> None:
     tokens = min(MOST_TOKENS, checked.generation.max_new_tokens)
     generation = checked.generation.model_copy(update={"max_new_tokens": tokens})
 
-    decoder = checked.build(checked.load_target(dtype="float32"))
+    decoder = checked.build(checked.load_target(dtype="float32", pack=False))
     decoder.settings = generation
     prompts = [encode(decoder.tokenizer, [{"role": "user", "content": q}], None) for q in QUESTIONS]
     greedy = check_greedy(decoder, prompts)
