@@ -69,7 +69,10 @@ def _check(layers: list[nn.Linear]) -> None:
         dtype = str(other.weight.dtype).removeprefix("torch.")
         fault = f"packing is for bfloat16, and the model has {dtype} weights"
     if fault:
-        raise SpecdecError(f"target.pack: {fault}. Leave it out, or set dtype: bfloat16 on a CPU.")
+        raise SpecdecError(
+            f"target.pack: {fault}. Leave it out (--set target.pack=false), or load the model in "
+            "bfloat16 on a CPU that has it."
+        )
 
 
 def _can_be_packed(layer: nn.Module) -> TypeGuard[nn.Linear]:
