@@ -49,13 +49,20 @@ class Target(CachedModel):
     Args:
         model: loaded with `AutoModelForCausalLM`; quantised models work.
         tokenizer: only needed for text in and out.
+        pack: keep a second copy of the linear layers' weights in the layout that a CPU with
+            bfloat16 instructions reads; see `specdec.packing.PackedWeights`.
 
     Raises:
-        SpecdecError: the model cannot be rolled back (encoder-decoder, recurrent state, ...).
+        SpecdecError: the model cannot be rolled back (encoder-decoder, recurrent state, ...), or
+            not be packed.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, *, pack: bool = False
+    ) -> None:
         super().__init__(model, role="target")
+        if pack:
+            self.packed = PackedWeights(model)
         self.model.eval()
         self.tokenizer = tokenizer
 
@@ -72,10 +79,6 @@ class Target(CachedModel):
     ) -> Target:
         """Load a registered name, a hub id or a folder, with its tokenizer.
 
-        Args:
-            pack: keep a second copy of the linear layers' weights in the layout that a CPU with
-                bfloat16 instructions reads; see `specdec.packing.PackedWeights`.
-
         Raises:
             SpecdecError: no such model, one that cannot be used, or one that cannot be packed.
         """
@@ -87,10 +90,7 @@ class Target(CachedModel):
             device_map=device_map,
             attn_implementation=attn_implementation,
         )
-        target = cls(loaded, tokenizer)
-        if pack:
-            target.packed = PackedWeights(loaded)
-        return target
+        return cls(loaded, tokenizer, pack=pack)
 
     @property
     def default_eos(self) -> int | list[int] | None:

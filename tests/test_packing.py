@@ -63,6 +63,12 @@ def test_drafting_on_packed_weights_writes_what_packed_decoding_writes(packed, p
 
 
 @needs_packing
+def test_a_model_that_is_there_already_can_be_packed(stock):
+    assert len(Target(stock.model, pack=True).packed) > 1
+    assert not any("forward" in layer.__dict__ for layer in stock.model.modules())
+
+
+@needs_packing
 def test_layers_that_somebody_replaced_are_left_alone(stock):
     head = stock.model.get_output_embeddings()
     head.forward = lambda hidden: torch.nn.functional.linear(hidden, head.weight) * 3

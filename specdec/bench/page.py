@@ -171,6 +171,10 @@ def _html_table(head: Sequence[str], body: Sequence[str]) -> str:
     )
 
 
+def _html_row(name: str, cells: Sequence[str]) -> str:
+    return f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
 def _costs(run: Run, setting: Setting) -> str:
     """Rounds, costs, and the speed-up over plain decoding that they predict."""
     head = ["", "τ", "α", "drafted", "c", "check", "draft ms", "target ms", "other ms", "predicted",
@@ -188,7 +192,7 @@ def _costs(run: Run, setting: Setting) -> str:
             "–" if entry["equal_share"] is None else f"{entry['equal_share']:.0%}",
         ]  # fmt: skip
         name = _marked(method + mark(entry))
-        body.append(f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        body.append(_html_row(name, cells))
         if entry["diagnosis"]:
             slow.append(f"<li><strong>{escape(method)}</strong>: {escape(entry['diagnosis'])}</li>")
     title = escape(_sentence(setting_name(setting))[:-1])
@@ -208,10 +212,8 @@ def _lengths(run: Run) -> str:
         for without_loops in (False, True):
             which = ", without answers that loop" if without_loops else ""
             parts.append(f"<h3>{escape(_sentence(setting_name(setting))[:-1] + which)}</h3>")
-            body = [
-                f"<tr><th>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-                for name, *cells in length_rows(run, setting, without_loops)
-            ]
+            rows = length_rows(run, setting, without_loops)
+            body = [_html_row(escape(name), cells) for name, *cells in rows]
             parts.append(_html_table(length_head(run), body))
     return "".join(parts)
 

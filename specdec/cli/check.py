@@ -32,7 +32,8 @@ def register(app: typer.Typer) -> None:
 def check(config: ConfigFile = None, settings: Settings = None) -> None:
     """Prove the combination on this machine, and say what a round costs.
 
-    Greedy decoding is compared with transformers in float32, token by token; samples are compared
+    Greedy decoding is compared with transformers in float32 (so on weights that are not packed),
+    token by token; samples are compared
     with the target's exact distribution; a round is timed next to plain decoding. Exit code 1 when
     the text is not the target's.
     """
