@@ -33,9 +33,8 @@ def check(config: ConfigFile = None, settings: Settings = None) -> None:
     """Prove the combination on this machine, and say what a round costs.
 
     Greedy decoding is compared with transformers in float32 (so on weights that are not packed),
-    token by token; samples are compared
-    with the target's exact distribution; a round is timed next to plain decoding. Exit code 1 when
-    the text is not the target's.
+    token by token; samples are compared with the target's exact distribution; a round is timed next
+    to plain decoding. Exit code 1 when the text is not the target's.
     """
     from specdec.check import check_greedy, check_sampling, measure
     from specdec.config import read
