@@ -35,7 +35,7 @@ class PackedWeights:
 
     def __enter__(self) -> PackedWeights:
         for layer, forward in self._forwards:
-            # Past `nn.Module.__setattr__`, which costs more than some of the products.
+            # Past `nn.Module.__setattr__`: this is done for every layer in every pass.
             layer.__dict__["forward"] = forward
         return self
 
@@ -61,14 +61,15 @@ def lacking() -> str | None:
 
 def _check(layers: list[nn.Linear]) -> None:
     other = next((layer for layer in layers if layer.weight.dtype != torch.bfloat16), None)
-    fault = lacking()
     if not layers:
-        fault = "the model has no plain linear layer"
+        fault: str | None = "the model has no plain linear layer"
     elif any(layer.weight.device.type != "cpu" for layer in layers):
         fault = "packing is for CPUs, and the model is on another device"
     elif other is not None:
         dtype = str(other.weight.dtype).removeprefix("torch.")
         fault = f"packing is for bfloat16, and the model has {dtype} weights"
+    else:
+        fault = lacking()
     if fault:
         raise SpecdecError(
             f"target.pack: {fault}. Leave it out (--set target.pack=false), or load the model in "
